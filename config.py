@@ -229,6 +229,20 @@ def register_section(name: str):
     return add
 
 
+@dataclass(frozen=True)
+class TinyBaseConfig:
+    """Options of scripts/prepare_tiny_base.py."""
+
+    output_dir: str = option("data/tiny_base", "folder of the finished model; replaced when the new one is complete")
+    seed: int = option(0, "seed of the initial weights and of the problems drawn")
+    steps: int = option(3000, "training steps; the default gives the embedded model")
+    num_threads: int = option(2, "CPU threads; the same number on the same machine gives the same bits")
+    measure_every: int = option(200, "quick skill measurement every N steps, for the log")
+    quick_problems: int = option(128, "problems a set in a quick measurement, one draw each")
+    measure_problems: int = option(256, "problems a set in the final measurement, 4 draws each")
+    snapshots_dir: str | None = option(None, "also save the model here at every quick measurement (none: do not)")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # YAML and flags
 
