@@ -243,6 +243,43 @@ class TinyBaseConfig:
     snapshots_dir: str | None = option(None, "also save the model here at every quick measurement (none: do not)")
 
 
+@register_section("analyze")
+@dataclass(frozen=True)
+class AnalyzeConfig:
+    """Options of analyze_results.py; the rules they belong to are in its docstring."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    results_root: str = option("results", "folder of all results of this study")
+    results_dir: str | None = option(None, "folder of the result files (default: RESULTS_ROOT/eval_metrics)")
+    output_dir: str | None = option(None, "folder for JSON, plots and report (default: RESULTS_ROOT/analysis)")
+    train_logs_dir: str | None = option(None, "folder of the training logs (default: train_logs beside the results folder)")
+    on_task: list[str] = option(["dm_val"], "tasks of the training distribution")
+    off_task: list[str] = option([], "tasks never trained on (default: every other task in the results)")
+    precision_modes: list[str] = option([], "arms to compare, named as in the run names (default: all in the results)")
+    reference: str = option("fp32", "arm that the others are compared with")
+    margin: float = option(0.05, "H1: means of dJ that differ by less count as equal")
+    kl_margin: float = option(1.25, "H3: on-task KL whose ratio stays below this, both ways, counts as equal")
+    ratio_margin: float = option(1.5, "H2, H3: not supported once the mean variance ratio is shown to lie below this")
+    alpha: float = option(0.05, "level of every test")
+    num_resamples: int = option(10_000, "relabellings and bootstrap samples (all labellings where there are fewer)")
+    seed: int = option(0, "seed of the resampling")
+    plot_format: str = option("png", "png alone, or svg or pdf beside it", choices=("png", "svg", "pdf"))
+    allow_mixed_data: bool = option(False, "analyse synthetic and real data, or several studies, together")
+
+    def check(self) -> None:
+        """UserError for values outside their range."""
+        for name, ok, rule in (("margin", self.margin > 0, "above 0"), ("kl_margin", self.kl_margin > 1, "above 1"),
+                               ("ratio_margin", self.ratio_margin > 1, "above 1"),
+                               ("alpha", 0 < self.alpha < 0.5, "between 0 and 0.5"),
+                               ("num_resamples", self.num_resamples >= 100, "at least 100"),
+                               ("on_task", bool(self.on_task), "at least one task")):
+            if not ok:
+                raise UserError(f"--{name}: must be {rule}, got {getattr(self, name)!r}")
+        both = sorted(set(self.on_task) & set(self.off_task))
+        if both:
+            raise UserError(f"{', '.join(both)}: named both in --on_task and in --off_task")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # YAML and flags
 
