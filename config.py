@@ -229,6 +229,30 @@ def register_section(name: str):
     return add
 
 
+@register_section("sparsity")
+@dataclass(frozen=True)
+class SparsityConfig:
+    """Options of utils_bf16_sparsity.py."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    base_ckpt: str | None = option(None, "checkpoint before training: folder, safetensors file or hub id (required)")
+    ft_ckpt: str | None = option(None, "checkpoint after training: a final_model, a checkpoints/step_*, a hub id")
+    output_path: str | None = option(None, "JSON file to write (required)")
+    eta: float = option(1e-3, "relative tolerance of the seed formula; below 2^-8 it is bit equality on bf16 values")
+    allow_missing: bool = option(False, "compare the tensors that both ends hold in one shape and count the others")
+    device: str = option("cpu", "where to count and decompose", choices=("cpu", "cuda", "auto"))
+    num_threads: int = option(0, "CPU threads (0: torch's own choice)")
+    chunk_mib: int = option(64, "MiB read as one piece of work")
+    geometry: bool = option(False, "also measure the geometry of the update of every 2-D weight (singular value decompositions)")
+    rank: int = option(0, "k of the principal subspaces (0: from the spectrum, see principal_rank)")
+    alpha: float = option(0.5, "share of a matrix in its principal mask and in its low-magnitude mask")
+    layers: list[int] = option([], "layers whose geometry is measured (default: all, and what lies outside the layers)")
+    exact_svd_max_dim: int = option(1024, "largest smaller side of a matrix that is decomposed exactly; randomised above")
+    compare: list[str] = option([], "checkpoints whose update masks (against base_ckpt) are compared with each other")
+    trajectory: str | None = option(None, "run folder: sparsity against step from its saved checkpoints")
+    plots: str | None = option(None, "folder for the figures")
+
+
 @dataclass(frozen=True)
 class TinyBaseConfig:
     """Options of scripts/prepare_tiny_base.py."""
