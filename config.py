@@ -304,6 +304,61 @@ class AnalyzeConfig:
             raise UserError(f"{', '.join(both)}: named both in --on_task and in --off_task")
 
 
+@register_section("experiment")
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """Options of run_experiments.py; defaults are those of the study."""
+
+    config: str | None = option(None, "YAML file for this script and every job; flags win over it")
+    mode: str = option("full", "what to do", choices=("full", "prepare", "train", "eval", "sparsity", "analyze", "status"))
+    study: str = option("qwen2.5_math_7b", "name of the study")
+    results_root: str = option("results", "folder of all results of this study")
+    precision_modes: list[str] = option(["fp32", "bf16"], "precision arms", choices=tuple(PRECISION_MODES))
+    seeds: list[int] = option([1, 2, 3, 4, 5], "run seeds")
+    replicates: list[int] = option([0], "float-noise replicates of every arm and seed (0: the plain run)")
+    model_name_or_path: str = option(STUDY_MODEL, "base model: hub id or folder")
+    model_revision: str | None = option(None, "hub revision of the base model")
+    train_dataset_path: str = option("data/dm_train.json", "training problems")
+    eval_tasks_config: str = option("configs/eval_tasks_config.json", "task list")
+    data_dir: str = option("data", "folder that scripts/prepare_data.py fills")
+    data_source: str = option("hub", "where the problems come from", choices=("sample", "raw", "hub"))
+    raw_dir: str | None = option(None, "folder of local benchmark copies, for --data_source raw")
+    prepare_model: list[str] = option([], "arguments for scripts/prepare_model.py, run once before all else (none: not run)")
+    train_args: list[str] = option([], "key=value options given to every training job, such as learning_rate=3e-5")
+    eval_args: list[str] = option([], "key=value options given to every evaluation, such as limit=64")
+    num_threads: int = option(0, "CPU threads of one job (0: torch's own choice)")
+    gpus: str = option("auto", "GPUs to use: auto (all that nvidia-smi lists), none, or a list such as 0,1,3")
+    gpus_per_job: int = option(1, "GPUs of one training job; more than one starts it under torchrun")
+    max_parallel: int = option(0, "jobs at the same time (0: one per GPU lease, or cores / num_threads on a CPU)")
+    retries: int = option(1, "how often a failed job is tried again; training resumes from its checkpoint")
+    keep_going: bool = option(True, "after a failure finish everything that does not depend on it")
+    stall_minutes: float = option(60.0, "stop a job that wrote nothing for this long (0: never)")
+    force: list[str] = option([], "redo these: run names, data, model, base, analysis, or stale (all with other settings), all")
+    prune: bool = option(False, "delete the training checkpoints of finished runs; final models and metrics stay")
+    dry_run: bool = option(False, "print every command that would run, and run nothing")
+
+    def check(self) -> None:
+        """UserError for values outside their range."""
+        for name, ok, rule in (("precision_modes", bool(self.precision_modes), "at least one arm"),
+                               ("seeds", bool(self.seeds), "at least one seed"),
+                               ("replicates", bool(self.replicates), "at least one number (0: the plain run)"),
+                               ("replicates", min(self.replicates or [0]) >= 0, "0 or above"),
+                               ("gpus_per_job", self.gpus_per_job >= 1, "at least 1"),
+                               ("max_parallel", self.max_parallel >= 0, "0 or above"),
+                               ("num_threads", self.num_threads >= 0, "0 or above"),
+                               ("retries", self.retries >= 0, "0 or above"),
+                               ("stall_minutes", self.stall_minutes >= 0, "0 or above")):
+            if not ok:
+                raise UserError(f"--{name}: must be {rule}, got {getattr(self, name)!r}")
+        for name in ("precision_modes", "seeds", "replicates"):
+            values = getattr(self, name)
+            twice = [v for i, v in enumerate(values) if v in values[:i]]
+            if twice:
+                raise UserError(f"--{name}: {twice[0]} is named twice")
+        if self.data_source == "raw" and not self.raw_dir:
+            raise UserError("--data_source raw needs --raw_dir, the folder of local benchmark copies")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # YAML and flags
 
