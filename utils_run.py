@@ -13,12 +13,13 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
-from config import ROOT, UserError, WorkError, parse_config
+from config import DTYPE_BYTES, ROOT, PrecisionArm, UserError, WorkError, parse_config
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_REQUEST, EXIT_INTERRUPTED = 0, 1, 2, 3
 HASH_CHUNK_BYTES = 1 << 20
@@ -226,3 +227,86 @@ def environment_info() -> dict[str, Any]:
     """Code version, package versions and machine, without importing torch."""
     return {**git_state(), "versions": package_versions(), "cpu": cpu_name(), "cpu_count": os.cpu_count(),
             "platform": platform.platform()}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pre-flight: what a run needs, before anything is downloaded
+
+KNOWN_PARAMETERS = {"Qwen/Qwen2.5-Math-7B": 7_615_616_512, "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+                    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008}
+WORKSPACE_SHARE = 0.15  # activations, logits of one chunk and the sampler's cache, on top of what grows with the parameters
+
+
+def memory_per_parameter(arm: PrecisionArm) -> dict[str, int]:
+    """Bytes per parameter that one process holds in ``arm``; a part is 0 where it is the same tensor as another.
+
+    theta_0 is kept in bf16 (exact: the base is on the bf16 grid) to count changed weights.
+    """
+    master, compute = DTYPE_BYTES[arm.param_dtype], DTYPE_BYTES[arm.compute_dtype]
+    return {
+        "master": master,
+        "compute_copy": compute if arm.compute_dtype != arm.param_dtype else 0,
+        "gradients": DTYPE_BYTES[arm.grad_accum_dtype],
+        "moments": 2 * DTYPE_BYTES[arm.optimizer_state_dtype],
+        "compensation": 2 if arm.update_rounding == "kahan" else 0,
+        "rollout_copy": DTYPE_BYTES[arm.rollout_dtype] if arm.rollout_dtype != arm.compute_dtype else 0,
+        "theta_0": 2,
+    }
+
+
+def count_parameters(model: str) -> int | None:
+    """Number of stored parameters of a model folder (from its safetensors headers) or of a hub id; None if it cannot be told."""
+    folder = Path(model)
+    if folder.is_dir():
+        total = 0
+        for shard in sorted(folder.glob("*.safetensors")):
+            with open(shard, "rb") as handle:
+                header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+            total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+        return total or None
+    if model in KNOWN_PARAMETERS:
+        return KNOWN_PARAMETERS[model]
+    size = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([bBmM])(?![A-Za-z])", model)
+    return int(float(size.group(1)) * (1e9 if size.group(2) in "bB" else 1e6)) if size else None
+
+
+def available_memory_bytes(device: str) -> tuple[int, str]:
+    """Free bytes and a description: all visible NVIDIA GPUs together, or this machine's main memory (cgroup limit heeded)."""
+    if device in ("auto", "cuda"):
+        try:
+            done = subprocess.run(["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
+                                  capture_output=True, text=True, timeout=20)
+            free = [int(line) << 20 for line in done.stdout.split()] if done.returncode == 0 else []
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            free = []
+        if free:
+            return sum(free), f"{len(free)} GPU(s)"
+    free_bytes = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable"):
+                free_bytes = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free_bytes = min(free_bytes, limit - used)
+    return free_bytes, "main memory of this machine"
+
+
+def require_memory(model: str, arms: dict[str, PrecisionArm], device: str) -> dict[str, float]:
+    """Refuse a run that cannot fit, before anything is downloaded or loaded.
+
+    Args:    model: folder or hub id. arms: name -> arm that will be trained. device: auto | cpu | cuda.
+    Returns: GB (1e9 bytes) that each arm needs; empty where the model's size is unknown.
+    Raises:  UserError that states the need of every arm and names configs/tiny.yaml.
+    """
+    parameters = count_parameters(model)
+    if parameters is None:
+        return {}
+    need = {name: parameters * sum(memory_per_parameter(arm).values()) * (1 + WORKSPACE_SHARE) / 1e9 for name, arm in arms.items()}
+    free, where = available_memory_bytes(device)
+    if max(need.values()) * 1e9 > free:
+        listed = ", ".join(f"{name} {gb:.1f} GB" for name, gb in need.items())
+        raise UserError(f"{model} ({parameters / 1e9:.2f} B parameters) does not fit: it needs {listed}; {where} has "
+                        f"{free / 1e9:.1f} GB free. For a run on this machine use --config configs/tiny.yaml")
+    return need
