@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-usage: bash scripts/setup_env.sh [--with-dev] [--with-vllm | --without-vllm]
+usage: bash scripts/setup_env.sh [--with-dev] [--with-vllm | --without-vllm] [-- PYTHON ARGUMENTS]
 
 Makes a virtual environment (.venv in the repository root) and installs the requirements into it. A second call with the
 same requirement files and the same Python returns at once. Needs Python 3.11 or newer.
@@ -12,6 +12,7 @@ same requirement files and the same Python returns at once. Needs Python 3.11 or
   --with-dev      also requirements-dev.txt (tests and lint)
   --with-vllm     also vllm: the GPU build where nvidia-smi works, else the CPU build
   --without-vllm  no vllm, even where there is an NVIDIA GPU (default: vllm only where nvidia-smi works)
+  -- ARGUMENTS    then run the environment's Python with these arguments in the repository root
 
 environment:
   RLVR_PYTHON     the Python to make the environment with (default: the first of python3.11 ... python that is new enough)
@@ -22,6 +23,7 @@ EOF
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${RLVR_VENV:-$root/.venv}"
+case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac
 MIN_MINOR=11            # Python 3.11
 INDEX_TIMEOUT_S=5       # how long to wait for PyTorch's own index before the normal one is used
 LOG_TAIL_LINES=25       # shown when pip fails
@@ -37,6 +39,7 @@ while [ $# -gt 0 ]; do
         --with-vllm) vllm=yes ;;
         --without-vllm) vllm=no ;;
         -h|--help) usage; exit 0 ;;
+        --) shift; break ;;
         *) fail "unknown option $1; see --help" 2 ;;
     esac
     shift
@@ -88,11 +91,18 @@ all_installed() {
         installed "$group" || return 1
     done
 }
-ready() { echo "environment ready: $venv ($("$venv/bin/python" --version))"; }
+# The end of every good path: say where the environment is, then become the Python that was asked for.
+finish() {
+    if [ $# -eq 0 ]; then
+        echo "environment ready: $venv ($("$venv/bin/python" --version))"
+        exit 0
+    fi
+    cd "$root"
+    exec "$venv/bin/python" "$@" 9<&-
+}
 
 if all_installed; then
-    ready
-    exit 0
+    finish "$@"
 fi
 
 # One installation at a time: a second script started meanwhile waits here, then finds everything done.
@@ -101,8 +111,7 @@ if command -v flock >/dev/null 2>&1; then
     exec 9<"$(dirname "$venv")"
     flock -n 9 || { echo "waiting for another installation ..."; flock 9; }
     if all_installed; then
-        ready
-        exit 0
+        finish "$@"
     fi
 fi
 
@@ -152,4 +161,4 @@ for group in "${groups[@]}"; do
     fingerprint "$group" > "$(stamp_of "$group").part"
     mv "$(stamp_of "$group").part" "$(stamp_of "$group")"
 done
-ready
+finish "$@"
