@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import SparsityConfig, UserError, WorkError
-from utils_run import package_versions, read_json, require_writable_dir, run_script, write_json
+from utils_run import atomic_path, package_versions, read_json, require_writable_dir, run_script, write_json
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help is instant
     import numpy as np
@@ -38,6 +38,13 @@ BLOCK_ELEMENTS = 1 << 16   # float32 temporaries of one block (256 KiB each) sta
 CUDA_BLOCK_ELEMENTS = 1 << 22  # fewer, larger kernels
 # Below this magnitude squares of float32 vanish, above it their sums overflow; blocks outside are measured in float64.
 FLOAT32_SQUARES = (1e-12, 1e15)
+
+# Geometry
+EXACT_SVD_MAX_DIM = 1024   # smaller side; a 1024 x 4096 float64 SVD takes seconds on two cores, the cost grows with the cube
+SVD_OVERSAMPLING, SVD_ITERATIONS, SVD_SEED = 16, 6, 0  # randomised SVD; what it missed is measured, not assumed
+NORM_COLUMNS, NORM_ITERATIONS, NORM_SAFETY = 8, 24, 1.01  # power iteration for spectral norms; the factor covers its shortfall
+PRINCIPAL_ENERGY = 0.5     # share of ||W||_F^2 that the default principal subspace holds
+MAX_PRINCIPAL_RANK = 256   # bounds the cost on 7B matrices, where half the energy needs more
 
 ULP_BINS = (-16, 10)       # powers of two: |dw| / ULP in [2^-16, 2^10), with one bin below and one above
 RELATIVE_BINS = (-30, 1)   # |dw| / max(|w|, |w'|) in [2^-30, 2]; it cannot exceed 2
@@ -557,9 +564,9 @@ def measure_tensors(base: Checkpoint, ft: Checkpoint, names: list[str], eta: flo
     parts: dict[str, list[Moved]] = {n: [] for n in names}
     total = sum(width[n] * base.tensors[n].num_elements for n in names)
     with tqdm(total=total, unit="B", unit_scale=True, desc="compared", disable=None if progress else True) as bar:
-        for item, moved in zip(items, _run_in_threads(measure_chunk, items, _worker_count(num_threads))):
-            parts[item[0]].append(moved)
-            bar.update(width[item[0]] * (item[2] - item[1]))
+        for moved, (name, start, end) in zip(_run_in_threads(measure_chunk, items, _worker_count(num_threads)), items):
+            parts[name].append(moved)
+            bar.update(width[name] * (end - start))
     return {n: combine(parts[n]).settle() for n in names}
 
 
@@ -645,6 +652,10 @@ def _layer_order(key: str) -> tuple[bool, int]:
     return (key == OUTSIDE_LAYERS, 0 if key == OUTSIDE_LAYERS else int(key))
 
 
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {k: checkpoint.identity[k] for k in IDENTITY_KEYS if k in checkpoint.identity}
+
+
 IDENTITY_KEYS = ("study", "arm", "precision_mode", "overrides", "seed", "replicate", "noise_replicate", "config_hash")
 
 
@@ -657,7 +668,7 @@ def comparison_report(base: Checkpoint, ft: Checkpoint, pairing: Pairing, tied: 
     kinds = _grouped(measured, module_kind)
     cells = _grouped(measured, lambda n: f"{_layer_key(n)}/{module_kind(n)}")
     return {
-        **{k: ft.identity[k] for k in IDENTITY_KEYS if k in ft.identity},
+        **_identity(ft),
         "base_ckpt": base.label, "ft_ckpt": ft.label,
         "sparsity": {"sparsity_percent": sparsity_percent(changed, total.num_params), "num_changed": changed,
                      "num_params": total.num_params, "eta": eta},
@@ -683,12 +694,13 @@ def comparison_report(base: Checkpoint, ft: Checkpoint, pairing: Pairing, tied: 
 
 def compare_checkpoints(base_ckpt: str | Path, ft_ckpt: str | Path, eta: float = DEFAULT_ETA, *, device: str = "cpu",
                         allow_missing: bool = False, chunk_bytes: int = CHUNK_BYTES, num_threads: int = 0,
-                        progress: bool = False) -> dict[str, Any]:
+                        geometry: dict[str, Any] | None = None, progress: bool = False) -> dict[str, Any]:
     """Which weights differ between two checkpoints: the content of ``{run}_sparsity.json``.
 
     Args:    base_ckpt, ft_ckpt: folder, safetensors file or hub id; any float formats, also different ones at the two ends.
              eta: relative tolerance of the seed formula. device: "cpu", "cuda" or "auto".
              allow_missing: compare what both ends hold and count the rest, instead of raising.
+             geometry: keyword arguments of geometry_report (may be empty) to add its block, None for none.
              chunk_bytes: unit of work; num_threads: 0 for torch's number. Neither changes any number.
     Returns: strict-JSON dict; ``sparsity.sparsity_percent`` is 100 * (1 - num_changed / num_params).
     Raises:  UserError for checkpoints that cannot be compared, WorkError for a failed download.
@@ -707,6 +719,8 @@ def compare_checkpoints(base_ckpt: str | Path, ft_ckpt: str | Path, eta: float =
     seconds = time.perf_counter() - started
     report["run_cost"] = {"seconds": seconds, "bytes_compared": num_bytes, "gigabytes_per_second": num_bytes / 1e9 / seconds,
                           "device": device, "threads": _worker_count(num_threads)}
+    if geometry is not None:
+        report["geometry"] = geometry_report(base, ft, pairing.names, eta=eta, device=device, progress=progress, **geometry)
     return report
 
 
@@ -716,28 +730,664 @@ def _check_eta(eta: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Geometry of one matrix's update
+
+@dataclass
+class TopSingular:
+    """The largest singular triplets of a matrix A: A v_i is u_i s_i up to ``residual``.
+
+    u: (m, c), s: (c,) descending, v: (n, c), float64. method: "exact" or "randomised".
+    all_values: every singular value (exact only).
+    """
+
+    u: torch.Tensor
+    s: torch.Tensor
+    v: torch.Tensor
+    method: str
+    all_values: torch.Tensor | None
+
+
+def top_singular(matrix: torch.Tensor, count: int, exact_max_dim: int = EXACT_SVD_MAX_DIM) -> TopSingular:
+    """The ``count`` largest singular triplets of ``matrix`` (m, n) float64; all of them where min(m, n) <= exact_max_dim.
+
+    Larger matrices: randomised subspace iteration with a fixed seed, SVD_OVERSAMPLING extra columns and SVD_ITERATIONS passes.
+    Its accuracy is not assumed: see decomposition_error. Source: Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1.
+    """
+    import torch
+    if min(matrix.shape) <= exact_max_dim:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return TopSingular(u, s, vh.mT, "exact", s)
+    generator = torch.Generator().manual_seed(SVD_SEED)  # one test matrix for both ends, so that their errors are alike
+    columns = min(count + SVD_OVERSAMPLING, *matrix.shape)
+    basis = torch.randn(matrix.shape[1], columns, generator=generator, dtype=torch.float64).to(matrix.device)
+    basis = torch.linalg.qr(matrix @ basis).Q
+    for _ in range(SVD_ITERATIONS):
+        basis = torch.linalg.qr(matrix.mT @ basis).Q
+        basis = torch.linalg.qr(matrix @ basis).Q
+    u, s, vh = torch.linalg.svd(basis.mT @ matrix, full_matrices=False)
+    return TopSingular(basis @ u, s, vh.mT, "randomised", None)
+
+
+def spectral_norm(matrix: torch.Tensor, u: torch.Tensor | None = None, v: torch.Tensor | None = None) -> float:
+    """Largest singular value of (I - u u^T) matrix (I - v v^T), by block power iteration (an estimate from below)."""
+    import torch
+    def without(basis: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        return x if basis is None else x - basis @ (basis.mT @ x)
+    generator = torch.Generator().manual_seed(SVD_SEED + 1)
+    x = torch.randn(matrix.shape[1], min(NORM_COLUMNS, *matrix.shape), generator=generator, dtype=torch.float64).to(matrix.device)
+    x = torch.linalg.qr(without(v, x)).Q
+    for _ in range(NORM_ITERATIONS):
+        y = without(u, matrix @ without(v, x))
+        x = torch.linalg.qr(without(v, matrix.mT @ y)).Q
+    return float(torch.linalg.matrix_norm(without(u, matrix @ without(v, x)), 2))
+
+
+@dataclass
+class DecompositionError:
+    """What is known about the error of rank-k triplets.
+
+    values: largest error of a singular value. next_value: upper estimate of s_(k+1).
+    sine: bound on the sine of the angle between computed and true subspaces (None: no gap to speak of).
+    """
+
+    values: float
+    next_value: float
+    sine: float | None
+
+
+def decomposition_error(matrix: torch.Tensor, top: TopSingular, k: int) -> DecompositionError:
+    """A-posteriori error of the first k triplets.
+
+    Exact: rounding, 16 eps s_1. Randomised: with E = A V - U S (A^T U = V S holds to rounding) and M = A outside both subspaces, A is
+    diag(S, M) plus E in orthonormal bases, so values are off by at most ||E|| (Weyl) and sines by ||E|| / (s_k - ||M|| - ||E||)
+    (Wedin). ||M|| is a power-iteration estimate raised by NORM_SAFETY.
+    """
+    import torch
+    rounding = 16 * torch.finfo(torch.float64).eps * float(top.s[0])
+    if top.method == "exact":
+        error, next_value = rounding, float(top.s[k]) if k < len(top.s) else 0.0
+    else:
+        u, s, v = top.u[:, :k], top.s[:k], top.v[:, :k]
+        error = rounding + float(torch.linalg.matrix_norm(matrix @ v - u * s, 2))
+        next_value = NORM_SAFETY * max(spectral_norm(matrix, u, v), float(top.s[k]) if k < len(top.s) else 0.0)
+    gap = float(top.s[k - 1]) - next_value - error
+    sine = error / gap if gap > error else None
+    return DecompositionError(error, next_value, sine)
+
+
+def principal_rank(singular_values: torch.Tensor, energy: float) -> int:
+    """Default k: where the leading singular values hold half of ||W||_F^2, moved to the widest relative gap within a quarter of it.
+
+    Args:    singular_values: descending, all or the leading ones. energy: ||W||_F^2.
+    Returns: k >= 1, below the number of values given. The move matters: a subspace cut through a cluster of equal values is
+             not defined, and its angles would measure nothing.
+    """
+    import torch
+    last = len(singular_values) - 1
+    held = torch.cumsum(singular_values ** 2, 0)
+    center = min(int((held < PRINCIPAL_ENERGY * energy).sum()) + 1, last, MAX_PRINCIPAL_RANK)
+    low, high = max(1, math.ceil(0.75 * center)), min(max(last, 1), MAX_PRINCIPAL_RANK, math.floor(1.25 * center))
+    if high <= low:
+        return max(1, min(center, high))
+    gaps = (singular_values[low - 1:high] - singular_values[low:high + 1]) / singular_values[low - 1:high].clamp_min(1e-300)
+    return low + int(gaps.argmax())
+
+
+def principal_angles(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Angles between two subspaces, ascending, in radians.
+
+    Args:    first, second: (n, k) float64, orthonormal columns.
+    Returns: (k,). Sines below 45 degrees and cosines above: arccos near 1 would lose half of the digits.
+    Source:  Bjorck and Golub 1973.
+    """
+    import torch
+    product = first.mT @ second
+    cosines = torch.linalg.svdvals(product).clamp(max=1.0)
+    sines = torch.linalg.svdvals(second - first @ product).clamp(max=1.0).flip(0)
+    return torch.where(cosines ** 2 > 0.5, torch.asin(sines), torch.acos(cosines))
+
+
+def changed_mask(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA) -> torch.Tensor:
+    """Update mask: True where the seed formula on both ends cast to bf16 says changed (non-finite: changed), same shape."""
+    import torch
+    w, w_new = (x.to(torch.bfloat16).double() for x in (base, ft))
+    changed = (w_new - w).abs() > eta * torch.maximum(w.abs(), w_new.abs())
+    return changed | ~torch.isfinite(w) | ~torch.isfinite(w_new)
+
+
+def largest_share(values: torch.Tensor, alpha: float) -> torch.Tensor:
+    """True on the share ``alpha`` of largest values; ties at the threshold are all in, so count the True ones for the density."""
+    import torch
+    count = min(max(round(alpha * values.numel()), 1), values.numel())
+    threshold = torch.kthvalue(values.flatten(), values.numel() - count + 1).values
+    return values >= threshold
+
+
+def mask_overlap(mask: torch.Tensor, update: torch.Tensor) -> dict[str, Any]:
+    """|mask & update| / |update|, its level for an update mask placed at random (the density of ``mask``), and the z score."""
+    total, inside, moved = mask.numel(), _count(mask), _count(update)
+    chance = inside / total
+    if moved == 0:
+        return {"overlap": None, "chance": chance, "z": None, "reason": "no weight of this matrix changed"}
+    overlap = _count(mask & update) / moved
+    # hypergeometric: |update| of the total drawn without replacement
+    spread = math.sqrt(chance * (1 - chance) * (total - moved) / ((total - 1) * moved)) if total > 1 else 0.0
+    return {"overlap": overlap, "chance": chance, "z": (overlap - chance) / spread if spread else None}
+
+
+def concentration(counts: torch.Tensor, size: int) -> dict[str, Any]:
+    """How unevenly changed weights lie over rows (or columns).
+
+    Args:    counts: (r,) changed weights per row. size: weights per row.
+    Returns: gini of the counts, share in the fullest tenth, and both for a mask placed at random (normal approximation of the
+             binomial counts); None where nothing changed.
+    """
+    import torch
+    counts = torch.sort(counts.double()).values
+    total, rows = float(counts.sum()), len(counts)
+    if total == 0:
+        return {"gini": None, "gini_chance": None, "top_tenth": None, "top_tenth_chance": None,
+                "reason": "no weight of this matrix changed"}
+    position = torch.arange(1, rows + 1, dtype=torch.float64, device=counts.device)
+    gini = float((2 * position - rows - 1) @ counts) / (rows * total)
+    tenth = max(rows // 10, 1)
+    mean = total / rows
+    relative_sd = math.sqrt(max(1 - mean / size, 0.0) / mean)  # of a binomial count
+    # E|X - X'| / (2 mean) of two normals is sd / (mean sqrt(pi)); the mean above the 90th percentile is 1.755 sd higher.
+    return {"gini": gini, "gini_chance": relative_sd / math.sqrt(math.pi), "top_tenth": float(counts[-tenth:].sum()) / total,
+            "top_tenth_chance": min(tenth / rows * (1 + 1.755 * relative_sd), 1.0)}
+
+
+def matrix_geometry(base: torch.Tensor, ft: torch.Tensor, rank: int = 0, alpha: float = 0.5, eta: float = DEFAULT_ETA,
+                    exact_max_dim: int = EXACT_SVD_MAX_DIM) -> dict[str, Any]:
+    """Geometry of the update of one 2-D weight, computed in float64 on the stored values.
+
+    Args:    base, ft: (m, n), any float format. rank: k of the principal subspaces, 0 for principal_rank. alpha: share of entries
+             in the principal mask (largest of the rank-k reconstruction of W) and in the low-magnitude mask (smallest |W|).
+    Returns: dict of plain values; angles in degrees. None with a reason where a quantity is not defined or not known.
+    Source:  arXiv 2511.08567 (spectral shift, rotation, masks); Roy and Vetterli 2007 (effective rank).
+    """
+    import torch
+    w, w_new = base.double(), ft.double()
+    if min(w.shape) < 2:
+        return {"reason": "a side of length 1 has no subspace to rotate"}
+    if not bool(torch.isfinite(w).all() & torch.isfinite(w_new).all()):
+        return {"reason": "the matrix holds NaN or infinities"}
+    energy = float(torch.sum(w * w))
+    if energy == 0.0:
+        return {"reason": "the base matrix is zero"}
+    limit = min(w.shape) - 1
+    wanted = min(rank, limit) if rank else min(MAX_PRINCIPAL_RANK, limit)
+    before, after = (top_singular(x, wanted, exact_max_dim) for x in (w, w_new))
+    k = wanted if rank else principal_rank(before.s, energy)
+    error, error_new = decomposition_error(w, before, k), decomposition_error(w_new, after, k)
+
+    s, s_new = before.s[:k], after.s[:k]
+    delta = w_new - w
+    update_norm = float(torch.linalg.matrix_norm(delta))
+    update_spectrum = torch.linalg.svdvals(delta) if before.method == "exact" else None
+    update_norm_2 = float(update_spectrum[0]) if update_spectrum is not None else spectral_norm(delta)
+    gap = float(s[-1]) - error.next_value
+    left, right = (torch.rad2deg(principal_angles(a[:, :k], b[:, :k])).tolist()
+                   for a, b in ((before.u, after.u), (before.v, after.v)))
+    known = error.sine is not None and error_new.sine is not None
+    mask = changed_mask(base, ft, eta)
+    reconstruction = (before.u[:, :k] * s) @ before.v[:, :k].mT
+    s_norm = float(torch.linalg.vector_norm(s))
+    result = {
+        "method": before.method, "rank": k, "rank_energy_share": float(torch.sum(s * s)) / energy, "relative_gap": gap / float(s[-1]),
+        "spectral_shift": None, "spectral_shift_at_most": update_norm / math.sqrt(energy),  # Mirsky
+        "spectral_shift_top_k": float(torch.linalg.vector_norm(s_new - s)) / s_norm,
+        "spectral_shift_top_k_error": math.sqrt(k) * (error.values + error_new.values) / s_norm,
+        "max_left_angle_deg": left[-1], "max_right_angle_deg": right[-1],
+        "mean_left_angle_deg": math.fsum(left) / k, "mean_right_angle_deg": math.fsum(right) / k,
+        "angle_sine_error": error.sine + error_new.sine if known else None,
+        "wedin_sine_at_most": min(update_norm_2 / gap, 1.0) if gap > 0 else None,
+        "left_angles_deg": left, "right_angles_deg": right,
+        "update_density": _count(mask) / mask.numel(),
+        "principal_mask": mask_overlap(largest_share(reconstruction.abs_(), alpha), mask),
+        "low_magnitude_mask": mask_overlap(largest_share(-w.abs(), alpha), mask),
+        "rows": concentration(mask.sum(1), mask.shape[1]), "columns": concentration(mask.sum(0), mask.shape[0]),
+        "update_norm": update_norm, "update_norm_2": update_norm_2,
+        "update_stable_rank": (update_norm / update_norm_2) ** 2 if update_norm_2 else None,
+        "update_effective_rank": None, "update_numerical_rank_share": None,
+    }
+    if not known:
+        result["angle_sine_error_reason"] = "no gap between the k-th and the next singular value at this accuracy"
+    if update_spectrum is not None:
+        result["spectral_shift"] = float(torch.linalg.vector_norm(after.s - before.s)) / math.sqrt(energy)
+        result["spectral_shift_error"] = math.sqrt(len(before.s)) * (error.values + error_new.values) / math.sqrt(energy)
+        if update_norm_2:
+            share = update_spectrum / update_spectrum.sum()
+            result["update_effective_rank"] = float(torch.exp(-torch.special.xlogy(share, share).sum()))
+            tolerance = max(w.shape) * torch.finfo(torch.float32).eps * update_norm_2
+            result["update_numerical_rank_share"] = _count(update_spectrum > tolerance) / min(w.shape)
+        else:
+            result["update_rank_reason"] = "the update is zero"
+    else:
+        result["update_rank_reason"] = result["spectral_shift_reason"] = (
+            "needs every singular value; raise --exact_svd_max_dim to decompose this size exactly")
+    return result
+
+
+def geometry_report(base: Checkpoint, ft: Checkpoint, names: list[str], *, rank: int = 0, alpha: float = 0.5, eta: float = DEFAULT_ETA,
+                    layers: list[int] | None = None, exact_max_dim: int = EXACT_SVD_MAX_DIM, device: str = "cpu",
+                    progress: bool = False) -> dict[str, Any]:
+    """matrix_geometry of every 2-D weight in ``layers`` (None or empty: all, with what lies outside the layers)."""
+    from tqdm import tqdm
+    if rank < 0 or not 0.0 < alpha < 1.0 or exact_max_dim < 0:
+        raise UserError(f"--rank {rank}, --alpha {alpha}, --exact_svd_max_dim {exact_max_dim}: rank and size are at least 0, "
+                        "alpha lies between 0 and 1")
+    matrices = [n for n in names if len(base.tensors[n].shape) == 2]
+    if layers:
+        present = sorted({layer_index(n) for n in matrices} - {None})
+        if unknown := sorted(set(layers) - set(present)):
+            raise UserError(f"--layers {unknown[0]}: no such layer (there are {present[0]} to {present[-1]})" if present else
+                            "--layers: this checkpoint has no numbered layers")
+        matrices = [n for n in matrices if layer_index(n) in layers]
+    if not matrices:
+        raise UserError("--geometry: no 2-D weight to measure")
+    results = {}
+    total = sum(base.tensors[n].num_elements for n in matrices)
+    with tqdm(total=total, unit="w", unit_scale=True, desc="geometry", disable=None if progress else True) as bar:
+        for name in matrices:
+            stored = base.tensors[name]
+            w, w_new = (c.flat(name).reshape(stored.shape).to(device) for c in (base, ft))
+            results[name] = {"layer": layer_index(name), "kind": module_kind(name), "shape": list(stored.shape),
+                             **matrix_geometry(w, w_new, rank, alpha, eta, exact_max_dim)}
+            bar.update(stored.num_elements)
+    return {"settings": {"rank": rank or None, "rank_rule": "given" if rank else principal_rank.__doc__.split("\n")[0], "alpha": alpha,
+                         "eta": eta, "exact_svd_max_dim": exact_max_dim, "update_mask": DEFINITIONS["seed_formula_bf16"]},
+            "matrices": results, "by_module_kind": _geometry_means(results)}
+
+
+GEOMETRY_MEANS = ("spectral_shift", "spectral_shift_top_k", "max_left_angle_deg", "max_right_angle_deg", "update_density",
+                  "update_effective_rank", "update_stable_rank")
+
+
+def _geometry_means(results: dict[str, dict]) -> dict[str, dict]:
+    """Plain means over the matrices of a kind, None where no matrix has the quantity."""
+    def mean(values: list) -> float | None:
+        known = [v for v in values if v is not None]
+        return math.fsum(known) / len(known) if known else None
+    means = {}
+    for kind in KINDS:
+        rows = [r for r in results.values() if r["kind"] == kind and "method" in r]
+        if not rows:
+            continue
+        means[kind] = {"num_matrices": len(rows), **{key: mean([r[key] for r in rows]) for key in GEOMETRY_MEANS}}
+        for key in ("principal_mask", "low_magnitude_mask"):
+            means[kind][key] = {part: mean([r[key][part] for r in rows]) for part in ("overlap", "chance")}
+        for key in ("rows", "columns"):
+            means[kind][key] = {part: mean([r[key][part] for r in rows]) for part in ("gini", "gini_chance")}
+    return means
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several runs, and one run over time
+
+@dataclass
+class MaskCounts:
+    """Update masks of R runs over one tensor: sizes of all pairwise intersections, and how many runs changed an element."""
+
+    num_params: int
+    both: Any                      # (R, R) int64; the diagonal is each mask's size
+    changed_by: Any                # (R + 1,) int64: elements changed by exactly 0, 1, ..., R runs
+
+
+def _mask_counts(base: Checkpoint, runs: list[Checkpoint], names: list[str], eta: float, device: str, chunk_bytes: int,
+                 num_threads: int, progress: bool) -> dict[str, MaskCounts]:
+    import torch
+    from tqdm import tqdm
+    items = list(_chunks(names, base, chunk_bytes, BLOCK_ELEMENTS))
+
+    def count_chunk(item: tuple[str, int, int]) -> tuple[Any, Any]:
+        name, start, end = item
+        both = torch.zeros(len(runs), len(runs), dtype=torch.int64)
+        changed_by = torch.zeros(len(runs) + 1, dtype=torch.int64)
+        for i in range(start, end, BLOCK_ELEMENTS):
+            w = base.flat(name)[i:min(i + BLOCK_ELEMENTS, end)].to(device)
+            masks = torch.stack([changed_mask(w, c.flat(name)[i:min(i + BLOCK_ELEMENTS, end)].to(device), eta) for c in runs])
+            changed_by += torch.bincount(masks.sum(0), minlength=len(runs) + 1).cpu()
+            masks = masks.float()  # a block has fewer than 2^24 elements: float32 counts them exactly
+            both += (masks @ masks.mT).long().cpu()
+        return both, changed_by
+
+    sums: dict[str, MaskCounts] = {}
+    total = sum(base.tensors[n].num_elements for n in names)
+    with tqdm(total=total, unit="w", unit_scale=True, desc="masks", disable=None if progress else True) as bar:
+        for (both, changed_by), (name, start, end) in zip(_run_in_threads(count_chunk, items, _worker_count(num_threads)), items):
+            before = sums.get(name, MaskCounts(0, 0, 0))
+            sums[name] = MaskCounts(before.num_params + end - start, before.both + both, before.changed_by + changed_by)
+            bar.update(end - start)
+    return sums
+
+
+def jaccard_block(counts: list[MaskCounts]) -> dict[str, Any]:
+    """Overlap of the runs' masks over some tensors, beside its level for masks placed at random.
+
+    Returns: matrices (R x R) of jaccard = |A & B| / |A or B| and overlap_of_row = |A & B| / |A|; chance levels pq / (p + q - pq) from
+             the densities over all these tensors (`jaccard_chance`, the paper's) and with each tensor's own densities
+             (`jaccard_chance_by_tensor`, which does not call "the same layers are busy" an overlap); consensus: elements changed by
+             0..R runs, and as many for independent masks of the same densities.
+    """
+    total = sum(c.num_params for c in counts)
+    both = sum(c.both for c in counts).double()
+    changed_by = sum(c.changed_by for c in counts).tolist()
+    runs = both.shape[0]
+    sizes = both.diagonal()
+    expected = sum(c.both.diagonal().double()[:, None] * c.both.diagonal().double()[None, :] / c.num_params for c in counts)
+
+    def ratio(top: float, bottom: float) -> float | None:
+        return top / bottom if bottom else None
+    def table(cell: Callable[[int, int], float | None]) -> list[list[float | None]]:
+        return [[cell(i, j) for j in range(runs)] for i in range(runs)]
+    def jaccard(joint: torch.Tensor) -> list[list[float | None]]:
+        return table(lambda i, j: ratio(float(joint[i, j]), float(sizes[i] + sizes[j] - joint[i, j])))
+    plain = sizes[:, None] * sizes[None, :] / total
+    block = {"num_params": total, "density": (sizes / total).tolist(), "jaccard": jaccard(both), "jaccard_chance": jaccard(plain),
+             "jaccard_chance_by_tensor": jaccard(expected), "overlap_of_row": table(lambda i, j: ratio(float(both[i, j]), float(sizes[i])))}
+    for name in ("jaccard", "jaccard_chance", "jaccard_chance_by_tensor"):
+        pairs = [block[name][i][j] for i in range(runs) for j in range(runs) if i != j and block["jaccard"][i][j] is not None]
+        block[f"mean_{name}"] = math.fsum(pairs) / len(pairs) if pairs else None
+    if block["mean_jaccard"] is None:
+        block["reason"] = "no weight changed in any pair of runs"
+    chance = [1.0]
+    for density in block["density"]:  # Poisson-binomial: one run more each time
+        chance = [(chance[i] if i < len(chance) else 0.0) * (1 - density) + (chance[i - 1] if i else 0.0) * density
+                  for i in range(len(chance) + 1)]
+    moved = sum(changed_by[1:])
+    block["consensus"] = {"num_changed_by": changed_by, "num_changed_by_chance": [p * total for p in chance],
+                          "share_of_moved_changed_by_all": ratio(changed_by[-1], moved),
+                          "mean_ratio_where_moved": ratio(sum(i * c for i, c in enumerate(changed_by)), runs * moved)}
+    return block
+
+
+def compare_runs(base_ckpt: str | Path, run_ckpts: list[str | Path], eta: float = DEFAULT_ETA, *, device: str = "cpu",
+                 allow_missing: bool = False, chunk_bytes: int = CHUNK_BYTES, num_threads: int = 0,
+                 progress: bool = False) -> dict[str, Any]:
+    """How far the update masks of several runs from one base agree, in total, per module kind and per tensor kind.
+
+    Args:    run_ckpts: two or more checkpoints; the rest as compare_checkpoints.
+    Returns: {runs, total, by_module_kind}; see jaccard_block.
+    Source:  arXiv 2511.08567 Table 2 (Jaccard, consensus ratio); arXiv 2505.11711 (overlap_of_row).
+    """
+    _check_eta(eta)
+    if len(run_ckpts) < 2:
+        raise UserError("--compare needs two or more checkpoints")
+    device = _pick_device(device)
+    base = open_checkpoint(str(base_ckpt), "--base_ckpt")
+    runs = [open_checkpoint(str(c), "--compare") for c in run_ckpts]
+    drop_tied_copies([base, *runs])
+    pairings = [pair_tensors(base, run, allow_missing) for run in runs]
+    names = sorted(set.intersection(*(set(p.names) for p in pairings)))
+    if not names:
+        raise UserError("--compare: no tensor is in every checkpoint")
+    counts = _mask_counts(base, runs, names, eta, device, chunk_bytes, num_threads, progress)
+    by_kind = {kind: [c for n, c in counts.items() if module_kind(n) == kind] for kind in KINDS}
+    return {"base_ckpt": base.label, "eta": eta, "update_mask": DEFINITIONS["seed_formula_bf16"],
+            "runs": [{"ft_ckpt": c.label, **_identity(c)} for c in runs],
+            "missing": [p.missing for p in pairings] if allow_missing else None,
+            "total": jaccard_block(list(counts.values())),
+            "by_module_kind": {kind: jaccard_block(rows) for kind, rows in by_kind.items() if rows}}
+
+
+def trajectory(base_ckpt: str | Path, run_dir: str | Path, eta: float = DEFAULT_ETA, *, device: str = "cpu",
+               allow_missing: bool = False, chunk_bytes: int = CHUNK_BYTES, num_threads: int = 0,
+               progress: bool = False) -> dict[str, Any]:
+    """Sparsity against step, from the checkpoints a run kept and its final model.
+
+    Args:    run_dir: folder with ``checkpoints/step_*`` and ``final_model`` (either may be absent).
+    Returns: {run, points: [{name, step, sparsity_percent, definitions, vs_previous}]}, by step; ``vs_previous`` compares with the
+             point before (the first: with the base). The step of final_model is that of rlvr_run.json, else null.
+    """
+    _check_eta(eta)
+    device, run_dir = _pick_device(device), Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"--trajectory {run_dir}: no such folder")
+    steps = [(int(m.group(1)), p) for p in (run_dir / "checkpoints").glob("step_*") if (m := re.fullmatch(r"step_(\d+)", p.name))]
+    folders = [p for _, p in sorted(steps)] + [p for p in [run_dir / "final_model"] if p.is_dir()]
+    if not folders:
+        raise UserError(f"--trajectory {run_dir}: holds neither checkpoints/step_* nor final_model")
+    points, previous = [], None
+    for folder in folders:
+        base, ft = open_checkpoint(str(base_ckpt), "--base_ckpt"), open_checkpoint(str(folder), "--trajectory")
+        before = previous and open_checkpoint(str(previous), "--trajectory")
+        drop_tied_copies([base, ft] + ([before] if before else []))
+        names = pair_tensors(base, ft, allow_missing).names
+        options = dict(eta=eta, device=device, chunk_bytes=chunk_bytes, num_threads=num_threads, progress=progress)
+        moved = combine(measure_tensors(base, ft, names, **options).values())
+        since = combine(measure_tensors(before, ft, names, **options).values()) if before else moved
+        step = re.fullmatch(r"step_(\d+)", folder.name)
+        points.append({"name": folder.name, "step": int(step.group(1)) if step else ft.identity.get("step"),
+                       "sparsity_percent": sparsity_percent(moved.changed["seed_formula_bf16"], moved.num_params),
+                       "num_params": moved.num_params, "definitions": definitions_block(moved), "delta": delta_block(moved),
+                       "vs_previous": {"name": previous.name if previous else "base", "definitions": definitions_block(since)}})
+        previous = folder
+    return {"run": str(run_dir), "base_ckpt": str(base_ckpt), "eta": eta, "points": points}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Figures
+
+def write_plots(report: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Draw every figure that ``report`` has the numbers for. Returns the files. Raises WorkError when one cannot be written."""
+    folder = require_writable_dir(folder)
+    drawn = []
+    for name, draw, needed in (("sparsity_by_layer", _draw_sparsity_by_layer, "by_layer_and_kind"),
+                               ("ulp_histogram", _draw_ulp_histogram, "ulp_histogram"),
+                               ("principal_angles", _draw_principal_angles, "geometry"),
+                               ("mask_overlap", _draw_mask_overlap, "geometry"),
+                               ("mask_jaccard", _draw_mask_jaccard, "compare"),
+                               ("sparsity_vs_step", _draw_sparsity_vs_step, "trajectory")):
+        if report.get(needed):
+            drawn.append(_save_figure(draw(report), folder / f"{name}.png"))
+    return drawn
+
+
+def _new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt.subplots(1, columns, figsize=(width, height), constrained_layout=True, squeeze=False)
+
+
+def _save_figure(figure: Any, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+    try:
+        with atomic_path(path) as aside:
+            figure.savefig(aside, dpi=110, format="png")
+    except OSError as error:
+        raise WorkError(f"plot {path} cannot be written: {error.strerror or error}") from None
+    finally:
+        plt.close(figure)
+    return path
+
+
+def _title(report: dict[str, Any]) -> str:
+    parts = [f"{key} {report[key]}" for key in ("arm", "seed") if key in report]
+    return ", ".join(parts) or Path(str(report.get("ft_ckpt", ""))).name
+
+
+def _heat_map(axis: Any, grid: Any, rows: list[str], columns: list[str], label: str, value_format: str) -> None:
+    """Labelled cells; numbers are printed while they fit. NaN cells stay blank."""
+    import numpy as np
+    grid = np.ma.masked_invalid(np.asarray(grid, dtype=float))
+    low, high = (float(grid.min()), float(grid.max())) if grid.count() else (0.0, 1.0)
+    image = axis.imshow(grid, aspect="auto", cmap="viridis", vmin=low, vmax=high if high > low else low + 1e-9)
+    axis.set_yticks(range(len(rows)), rows)
+    stride = max(len(columns) // 28, 1)
+    axis.set_xticks(range(0, len(columns), stride), columns[::stride])
+    if len(columns) <= 16:
+        for (i, j), value in np.ndenumerate(grid):
+            if value is not np.ma.masked:
+                dark = (value - low) < 0.6 * (high - low)
+                axis.text(j, i, format(value, value_format), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axis.figure.colorbar(image, ax=axis, label=label)
+
+
+def _draw_sparsity_by_layer(report: dict[str, Any]) -> Any:
+    cells = report["by_layer_and_kind"]
+    layers = sorted({key.split("/")[0] for key in cells}, key=_layer_order)
+    kinds = [k for k in KINDS if any(key.endswith(f"/{k}") for key in cells)]
+    grid = [[_or_nan(cells.get(f"{layer}/{kind}", {}).get("sparsity_percent")) for layer in layers] for kind in kinds]
+    figure, axes = _new_figure(min(4 + 0.55 * len(layers), 16), 1.5 + 0.42 * len(kinds))
+    _heat_map(axes[0, 0], grid, kinds, layers, "unchanged weights, %", ".1f")
+    axes[0, 0].set(xlabel="layer", title=f"bf16-aware update sparsity: {_title(report)}")
+    return figure
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _draw_ulp_histogram(report: dict[str, Any]) -> Any:
+    histogram = report["ulp_histogram"]
+    total = sum(histogram["counts"]) + histogram["num_equal"]
+    low, high = ULP_BINS
+    labels = ["0", f"<2^{low}"] + [f"2^{e}" for e in range(low, high)] + [f">=2^{high}"]
+    shares = [100 * c / total if total else 0.0 for c in [histogram["num_equal"], *histogram["counts"]]]
+    figure, axes = _new_figure(10, 4)
+    axis = axes[0, 0]
+    below_half = 1 + sum(edge < 0.5 for edge in histogram["bin_lower_edges"])
+    axis.bar(range(len(shares)), shares, color=["0.6"] + ["tab:orange"] * (below_half - 1) + ["tab:blue"] * (len(shares) - below_half))
+    axis.axvline(below_half - 0.5, color="black", linestyle="--", linewidth=1)
+    axis.text(below_half - 0.4, max(shares) * 0.95, "half an ULP", fontsize=9, va="top")
+    axis.set_xticks(range(0, len(labels), 2), labels[::2], rotation=45)
+    axis.set(xlabel="|w' - w| / ULP of bf16 at w (lower edge of the bin; 0: equal)", ylabel="share of all weights, %",
+             title=f"Size of the update on the bf16 grid: {_title(report)}")
+    return figure
+
+
+def _by_kind_and_layer(report: dict[str, Any]) -> dict[str, list[tuple[int, dict]]]:
+    """Measured matrices per kind, by layer; those outside the layers come at -1."""
+    rows: dict[str, list[tuple[int, dict]]] = {}
+    for matrix in report["geometry"]["matrices"].values():
+        if "method" in matrix:
+            rows.setdefault(matrix["kind"], []).append((-1 if matrix["layer"] is None else matrix["layer"], matrix))
+    return {kind: sorted(rows[kind], key=lambda r: r[0]) for kind in KINDS if kind in rows}
+
+
+def _draw_principal_angles(report: dict[str, Any]) -> Any:
+    figure, axes = _new_figure(11, 4.2, 2)
+    for axis, side in zip(axes[0], ("left", "right")):
+        for kind, rows in _by_kind_and_layer(report).items():
+            axis.plot([x for x, _ in rows], [m[f"max_{side}_angle_deg"] for _, m in rows], marker="o", markersize=4, label=kind)
+        axis.set(xlabel="layer (-1: outside the layers)", ylabel="largest principal angle, degrees", title=f"{side} singular subspace")
+        axis.set_ylim(bottom=0)
+    axes[0, 1].legend(fontsize=8, ncols=2)
+    figure.suptitle(f"Rotation of the principal subspaces: {_title(report)}")
+    return figure
+
+
+def _draw_mask_overlap(report: dict[str, Any]) -> Any:
+    figure, axes = _new_figure(11, 4.2, 2)
+    for axis, key in zip(axes[0], ("principal_mask", "low_magnitude_mask")):
+        for kind, rows in _by_kind_and_layer(report).items():
+            known = [(x, m[key]["overlap"] - m[key]["chance"]) for x, m in rows if m[key]["overlap"] is not None]
+            axis.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=4, label=kind)
+        axis.axhline(0, color="black", linestyle="--", linewidth=1)
+        axis.set(xlabel="layer (-1: outside the layers)", ylabel="overlap minus chance", title=key.replace("_", " "))
+    axes[0, 1].legend(fontsize=8, ncols=2)
+    figure.suptitle(f"Where the changed weights lie: {_title(report)}")
+    return figure
+
+
+def _draw_mask_jaccard(report: dict[str, Any]) -> Any:
+    compare = report["compare"]
+    labels = [f"{r['arm']} s{r['seed']}" if "arm" in r and "seed" in r else f"{i + 1}: {Path(r['ft_ckpt']).name}"
+              for i, r in enumerate(compare["runs"])]
+    figure, axes = _new_figure(12, 4.6, 2)
+    grid = [[_or_nan(v) if i != j else math.nan for j, v in enumerate(row)] for i, row in enumerate(compare["total"]["jaccard"])]
+    _heat_map(axes[0, 0], grid, labels, labels, "Jaccard overlap of update masks", ".3f")
+    axes[0, 0].tick_params(axis="x", rotation=30)
+    kinds = [k for k, b in compare["by_module_kind"].items() if b["mean_jaccard"] is not None]
+    for offset, (key, label) in enumerate((("mean_jaccard", "measured"), ("mean_jaccard_chance_by_tensor", "chance"))):
+        axes[0, 1].bar([i + 0.4 * offset for i in range(len(kinds))], [compare["by_module_kind"][k][key] for k in kinds], 0.38, label=label)
+    axes[0, 1].set_xticks([i + 0.2 for i in range(len(kinds))], kinds, rotation=30)
+    axes[0, 1].set(ylabel="mean Jaccard over pairs of runs", title="by module kind")
+    axes[0, 1].legend()
+    return figure
+
+
+def _draw_sparsity_vs_step(report: dict[str, Any]) -> Any:
+    points = report["trajectory"]["points"]
+    last = max((p["step"] for p in points if p["step"] is not None), default=0)
+    steps = [last if p["step"] is None else p["step"] for p in points]  # final_model without a step: the newest checkpoint's
+    figure, axes = _new_figure(8, 4.4)
+    axis = axes[0, 0]
+    for name, style in (("seed_formula_bf16", "o-"), ("seed_formula_stored", "s--"), ("exact_stored", "^:"), ("absolute_1e-5", "x-.")):
+        axis.plot(steps, [p["definitions"][name]["sparsity_percent"] for p in points], style, markersize=5, label=name)
+    axis.plot(steps, [p["vs_previous"]["definitions"]["seed_formula_bf16"]["sparsity_percent"] for p in points], "d-", color="0.6",
+              markersize=5, label="seed_formula_bf16, since the point before")
+    axis.set(xlabel="step", ylabel="unchanged weights, %", title=f"Sparsity against step: {Path(report['trajectory']['run']).name}")
+    axis.legend(fontsize=8)
+    return figure
+
+
+# --------------------------------------------------------------------------------------------------------------------
 
 def main(cfg: SparsityConfig) -> None:
-    for name in ("base_ckpt", "ft_ckpt", "output_path"):
-        if getattr(cfg, name) is None:
-            raise UserError(f"--{name} is required")
-    require_writable_dir(Path(cfg.output_path).parent)
-    report = compare_checkpoints(cfg.base_ckpt, cfg.ft_ckpt, cfg.eta, device=cfg.device, allow_missing=cfg.allow_missing,
-                                 chunk_bytes=cfg.chunk_mib << 20, num_threads=cfg.num_threads, progress=True)
+    check_request(cfg)
+    options = {"eta": cfg.eta, "device": cfg.device, "allow_missing": cfg.allow_missing, "chunk_bytes": cfg.chunk_mib << 20,
+               "num_threads": cfg.num_threads, "progress": True}
+    report: dict[str, Any] = {"base_ckpt": cfg.base_ckpt}
+    if cfg.ft_ckpt:
+        geometry = {"rank": cfg.rank, "alpha": cfg.alpha, "layers": cfg.layers, "exact_max_dim": cfg.exact_svd_max_dim}
+        report = compare_checkpoints(cfg.base_ckpt, cfg.ft_ckpt, geometry=geometry if cfg.geometry else None, **options)
+    if cfg.compare:
+        report["compare"] = compare_runs(cfg.base_ckpt, cfg.compare, **options)
+    if cfg.trajectory:
+        report["trajectory"] = trajectory(cfg.base_ckpt, cfg.trajectory, **options)
     report["versions"] = package_versions(("torch", "numpy", "safetensors"))
     write_json(cfg.output_path, report)
     print_summary(report)
     print(f"written: {cfg.output_path}")
+    if cfg.plots:
+        print("plots:  ", *write_plots(report, cfg.plots))
+
+
+def check_request(cfg: SparsityConfig) -> None:
+    """UserError for a request that cannot be right, before any weight is read."""
+    for name in ("base_ckpt", "output_path"):
+        if getattr(cfg, name) is None:
+            raise UserError(f"--{name} is required")
+    if not (cfg.ft_ckpt or cfg.compare or cfg.trajectory):
+        raise UserError("nothing to compare: give --ft_ckpt, --compare or --trajectory")
+    if cfg.geometry and not cfg.ft_ckpt:
+        raise UserError("--geometry needs --ft_ckpt")
+    if cfg.chunk_mib < 1 or cfg.num_threads < 0:
+        raise UserError(f"--chunk_mib {cfg.chunk_mib}, --num_threads {cfg.num_threads}: at least 1 and at least 0")
+    if Path(cfg.output_path).is_dir():
+        raise UserError(f"--output_path {cfg.output_path} is a folder; name a JSON file")
+    for folder in (Path(cfg.output_path).parent, *([cfg.plots] if cfg.plots else [])):
+        require_writable_dir(folder)
 
 
 def print_summary(report: dict[str, Any]) -> None:
-    """The five definitions on a few lines."""
-    sparsity = report["sparsity"]
-    print(f"{report['base_ckpt']} -> {report['ft_ckpt']}: {sparsity['num_params']:,} parameters, eta {sparsity['eta']:g}")
-    for name, row in report["definitions"].items():
-        print(f"  {name:22s} {row['sparsity_percent']:9.4f} % unchanged  {row['num_changed']:>14,} changed  ({row['changed_if']})")
-    if report["nonfinite"]["num_either"]:
-        print(f"  warning: {report['nonfinite']['num_either']:,} elements are NaN or infinite; counted as changed")
+    """What was found, on a few lines."""
+    if "sparsity" in report:
+        sparsity = report["sparsity"]
+        print(f"{report['base_ckpt']} -> {report['ft_ckpt']}: {sparsity['num_params']:,} parameters, eta {sparsity['eta']:g}")
+        for name, row in report["definitions"].items():
+            print(f"  {name:20s} {row['sparsity_percent']:9.4f} % unchanged {row['num_changed']:>14,} changed: {row['changed_if']}")
+        if report["nonfinite"]["num_either"]:
+            print(f"  warning: {report['nonfinite']['num_either']:,} elements are NaN or infinite; counted as changed")
+    for kind, row in report.get("geometry", {}).get("by_module_kind", {}).items():
+        print(f"  {kind:9s} rotation {row['max_left_angle_deg']:.4g} / {row['max_right_angle_deg']:.4g} degrees (left/right), "
+              f"overlap with principal mask {_shown(row['principal_mask']['overlap'])} (chance {row['principal_mask']['chance']:.3f}), "
+              f"low-magnitude {_shown(row['low_magnitude_mask']['overlap'])} ({row['low_magnitude_mask']['chance']:.3f})")
+    if "compare" in report:
+        total = report["compare"]["total"]
+        print(f"  {len(report['compare']['runs'])} runs: mean Jaccard {_shown(total['mean_jaccard'])}, chance "
+              f"{_shown(total['mean_jaccard_chance'])} (by tensor {_shown(total['mean_jaccard_chance_by_tensor'])})")
+    for point in report.get("trajectory", {}).get("points", []):
+        print(f"  {point['name']}: {point['sparsity_percent']:.4f} % unchanged since the base, "
+              f"{point['vs_previous']['definitions']['seed_formula_bf16']['sparsity_percent']:.4f} % since {point['vs_previous']['name']}")
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":
