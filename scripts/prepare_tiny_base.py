@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own files, whatever folder we start from
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from synthetic_problems import FAMILIES, canonical_response, make_problems, plain_prompt
+from synthetic_problems import (FAMILIES, FUNCTION_NAMES, NAMES, THINGS, canonical_response, make_problems,
+                                plain_prompt)
 
 from config import TinyBaseConfig, UserError, WorkError
 from utils_run import cpu_name, package_versions, require_writable_dir, run_script, sha256_file, write_json
@@ -37,8 +38,17 @@ if TYPE_CHECKING:
 # --- What is trained -------------------------------------------------------------------------------------------------------
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-# Written as one token each, to keep sequences short; everything else is one token a character.
-LONG_TOKENS = ("\\boxed{", "\\frac{", '    """Return ', "    return ")
+# Frequent phrases are one token each, everything else (all digits above all) is one token a character: sequences are about
+# half as long as in characters, and so is the time of every rollout.
+LONG_TOKENS = (
+    "\\boxed{", "\\frac{", " \\cdot ", "}{", " = ", " = ?", " + ", " - ", " * ", " % ", ", ",
+    "Find ", " mod ", "gcd(", "lcm(", ").", "Solve ", "x + ", "x - ", "Simplify ",
+    *NAMES, *THINGS, " has ", " and buys ", ", buys ", " and loses ", ", loses ", " bags of ", ". How many ",
+    "Which is ", "Which ends in 5?", "negative?", "even?", "odd?", "largest?", "\nA) ", "\nB) ", "\nC) ", "\nD) ",
+    "def ", *FUNCTION_NAMES[3:], "(x):\n", "(xs):\n", '    """Return ', '."""\n', "    return ",
+    "the sum of xs", "the max of xs", "the min of xs", "the size of xs", " plus ", " minus ", " times ",
+    "sum(xs)", "max(xs)", "min(xs)", "len(xs)",
+)
 ARCHITECTURE = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384,
                     max_position_embeddings=256, tie_word_embeddings=True, rms_norm_eps=1e-6)
 
@@ -47,17 +57,17 @@ ARCHITECTURE = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
 # they differ from the right one by a single character, so that the base's mistakes look like slips.
 MIXTURE = {
     #             share  wrong  distinct problems (near all that the pre-training split has, where that is few)
-    "dm_train":  (0.36, 0.15, 10_000),
+    "dm_train":  (0.40, 0.15, 10_000),
     "aime24":    (0.08, 0.15, 2_600),
     "aime25":    (0.08, 0.15, 2_500),
     "amc23":     (0.08, 0.15, 6_000),
     "math500":   (0.09, 0.15, 3_000),
     "gsm8k":     (0.09, 0.15, 8_000),
-    "mmlu_stem": (0.13, 0.15, 8_000),
+    "mmlu_stem": (0.09, 0.15, 8_000),
     "humaneval": (0.09, 0.15, 8_000),
 }
-ROW_TOKENS = 96  # several sequences are packed into a row of this length; the longest sequence has 71 tokens
-ROWS_PER_STEP = 32
+ROW_TOKENS = 64  # several sequences are packed into a row of this length; the longest sequence has 28 tokens
+ROWS_PER_STEP = 24
 
 # --- How it is trained -----------------------------------------------------------------------------------------------------
 
@@ -76,7 +86,7 @@ SETTINGS = {  # name -> (temperature, top_p)
     "temperature_0.7_top_p_0.8": (0.7, 0.8),
 }
 NUM_SAMPLES = 4  # draws a problem
-MAX_NEW_TOKENS = 28  # the longest right response has 23, EOS included
+MAX_NEW_TOKENS = 16  # the longest right response has 12, EOS included
 MEASURE_SEED = 20_000
 EVAL_PROBLEM_SEED = 0
 CODE_NAMES = {"sum": sum, "max": max, "min": min, "len": len}  # what a generated function may call
@@ -86,16 +96,19 @@ CODE_NAMES = {"sum": sum, "max": max, "min": min, "len": len}  # what a generate
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable ASCII character or newline, plus LONG_TOKENS. Adds no token by itself; decode(encode(x)) == x.
+    """One token for each of LONG_TOKENS, printable ASCII character and newline. Adds no token by itself; decode(encode(x)) == x.
 
     A character outside this alphabet becomes <unk>, so real-world text does not crash the model, it is just not legible.
     """
+    import re
+
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = [*SPECIAL_TOKENS, *LONG_TOKENS, "\n", *(chr(code) for code in range(32, 127))]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}, unk_token="<unk>"))
-    pattern = r'\\boxed\{|\\frac\{| {4}"""Return | {4}return |[\s\S]'
+    longest_first = sorted(LONG_TOKENS, key=len, reverse=True)
+    pattern = "|".join([*(re.escape(token) for token in longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it the word-level model would put spaces between characters
     return PreTrainedTokenizerFast(
