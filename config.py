@@ -254,6 +254,19 @@ class SparsityConfig:
     plots: str | None = option(None, "folder for the figures")
 
 
+@register_section("grade")
+@dataclass(frozen=True)
+class GradeConfig:
+    """Options of utils_math_eval.py."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    input: str | None = option(None, "JSON lines with gold, prediction and optional task_type (required)")
+    output: str | None = option(None, "JSON lines to write: the input's rows with outcome, extracted and rule (required)")
+    workers: int = option(2, "math-verify processes at most; they start only when an answer needs one")
+    timeout_s: float = option(5.0, "seconds an answer may take; then its worker is replaced and it counts as timeout")
+    strict: bool = option(False, "only a boxed final answer counts, as in the training reward")
+
+
 @dataclass(frozen=True)
 class TinyBaseConfig:
     """Options of scripts/prepare_tiny_base.py."""
