@@ -373,6 +373,23 @@ class ExperimentConfig:
             raise UserError("--data_source raw needs --raw_dir, the folder of local benchmark copies")
 
 
+@dataclass(frozen=True)
+class StatsConfig:
+    """Options of utils_stats.py as a command."""
+
+    calibrate: bool = option(False, "simulate studies whose truth is known and count wrong verdicts")
+    num_studies: int = option(2000, "simulated studies a cell")
+    num_resamples: int = option(999, "relabellings where not all are enumerated")
+    seed: int = option(0, "seed of the simulation")
+    output_path: str | None = option(None, "JSON file for the result; the tables go beside it as .md")
+
+    def check(self) -> None:
+        """UserError for values outside their range."""
+        for name, least in (("num_studies", 10), ("num_resamples", 99)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name}: must be at least {least}, got {getattr(self, name)}")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # YAML and flags
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -405,7 +405,7 @@ def _pivot_quantiles(n: int, m: int, weights: tuple[float, ...], correlation: fl
     """Quantiles of (estimate - truth) / jackknife error for normal runs of n and m (0: one arm only), tasks equally correlated."""
     rng = np.random.default_rng(20_240_229)  # fixed: a quantile is a constant of the design, not of the study
     w = np.array(weights)
-    size = min(PIVOT_SIMULATIONS, max(2000, 8_000_000 // ((n + m) * len(w))))
+    size = min(PIVOT_SIMULATIONS, max(2000, 3_000_000 // ((n + m) * len(w))))
     def arm(runs: int) -> tuple[Array, Array]:
         common = rng.standard_normal((size, runs, 1))
         own = rng.standard_normal((size, runs, len(w)))
@@ -416,6 +416,15 @@ def _pivot_quantiles(n: int, m: int, weights: tuple[float, ...], correlation: fl
         other, other_variance = arm(m)
         estimate, variance = estimate - other, variance + other_variance
     return tuple(float(q) for q in np.quantile(estimate / np.sqrt(variance), probabilities))
+
+
+def _spread_quantiles(sizes: Sequence[int], w: Array, correlation: float, probabilities: tuple[float, ...], signs: Sequence[float] = (1, -1),
+                      df: float = math.nan) -> tuple[float, ...]:
+    """Quantiles of the jackknife pivot: simulated for one or two small arms, Student's t with ``df`` for large ones and longer contrasts."""
+    from scipy import stats
+    if max(sizes) <= PIVOT_MAX_RUNS and (len(sizes) == 1 or len(sizes) == 2 and signs[0] == -signs[1]):
+        return _pivot_quantiles(sizes[0], sizes[1] if len(sizes) == 2 else 0, tuple(float(v) for v in w), correlation, probabilities)
+    return tuple(float(stats.t.ppf(p, df if df == df else sum(sizes) - len(sizes))) for p in probabilities)
 
 
 def _common_correlation(arms: Sequence[Array]) -> float:
@@ -448,7 +457,6 @@ def log_variance_contrast(arms: Sequence[ArrayLike], signs: Sequence[float], wei
     Raises:  ValueError where a column has no spread or an arm fewer than three runs.
     Source:  Miller 1968 (jackknifing variances); Hall 1992 (bootstrap t).
     """
-    from scipy import stats
     mats = [np.asarray(a, dtype=np.float64) for a in arms]
     k = mats[0].shape[1]
     w = np.full(k, 1 / k) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -463,12 +471,7 @@ def log_variance_contrast(arms: Sequence[ArrayLike], signs: Sequence[float], wei
     se = math.sqrt(sum(variances))
     df = sum(variances) ** 2 / sum(v * v / (len(a) - 1) for v, a in zip(variances, mats)) if se > 0 else math.nan
     correlation = _common_correlation(mats)
-    probabilities = (0.5 - level / 2, 1 - level, level, 0.5 + level / 2)
-    sizes = [len(a) for a in mats]
-    if max(sizes) <= PIVOT_MAX_RUNS and len(mats) <= 2 and (len(mats) == 1 or signs[0] * signs[1] < 0):
-        q = _pivot_quantiles(sizes[0], sizes[1] if len(mats) == 2 else 0, tuple(float(v) for v in w), correlation, probabilities)
-    else:
-        q = tuple(float(stats.t.ppf(p, df)) for p in probabilities)
+    q = _spread_quantiles([len(a) for a in mats], w, correlation, (0.5 - level / 2, 1 - level, level, 0.5 + level / 2), signs, df)
     return {"estimate": estimate, "se": se, "df": df, "low": estimate - q[3] * se, "high": estimate - q[0] * se,
             "lower_bound": estimate - q[2] * se, "upper_bound": estimate - q[1] * se,
             "p_value_greater": _t_p_greater(estimate, se, df), "correlation": correlation}
@@ -622,3 +625,484 @@ def contrast(cells: Sequence[ArrayLike], coefficients: Sequence[float], level: f
 # The four cells in the order (fp32, bf16_mixed, bf16_storage, bf16) and the signs of each effect (x - y: bf16 minus float32).
 FACTORIAL_ARMS = ("fp32", "bf16_mixed", "bf16_storage", "bf16")
 FACTORIAL_EFFECTS = {"storage": (-0.5, -0.5, 0.5, 0.5), "compute": (-0.5, 0.5, -0.5, 0.5), "interaction": (1.0, -1.0, -1.0, 1.0)}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Decisions shared by the analysis and its calibration
+
+SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE = "supported", "not_supported", "inconclusive"
+
+
+def decide_equal_means(tost: dict[str, float], means: Sequence[ArrayLike], margin: float, alpha: float) -> str:
+    """H1 on one task: equivalent within the margin, and every arm's mean shown to be above 0."""
+    if any(mean_above(-np.asarray(m, dtype=np.float64)) < alpha for m in means):
+        return NOT_SUPPORTED
+    if tost["low"] > margin or tost["high"] < -margin:
+        return NOT_SUPPORTED
+    return SUPPORTED if tost["p_value"] < alpha and all(mean_above(m) < alpha for m in means) else INCONCLUSIVE
+
+
+def decide_spread(p_value: float, smallest_p: float, lower_bound: float, upper_bound: float, alpha: float, ratio_margin: float) -> str:
+    """H2 (and the off-task part of H3): joint p below alpha and the lower bound of the mean log variance ratio above 0.
+
+    Not supported where the upper bound lies below log(ratio_margin). Inconclusive whatever the data where no p below alpha can be reached.
+    """
+    if not smallest_p < alpha or math.isnan(p_value) or math.isnan(lower_bound):
+        return INCONCLUSIVE
+    if p_value < alpha and lower_bound > 0:
+        return SUPPORTED
+    return NOT_SUPPORTED if upper_bound < math.log(ratio_margin) else INCONCLUSIVE
+
+
+def all_of(verdicts: Sequence[str]) -> str:
+    """Supported if all are, not supported if one is not, else inconclusive; nothing at all is inconclusive."""
+    if verdicts and all(v == SUPPORTED for v in verdicts):
+        return SUPPORTED
+    return NOT_SUPPORTED if NOT_SUPPORTED in verdicts else INCONCLUSIVE
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Power: what this many seeds could have found
+
+POWER = 0.8
+MAX_SEEDS = 1000  # searches stop here; the answer is then "more than that"
+SPREAD_SEEDS = (4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 25, 30, 40, 60)  # seeds an arm tried for the simulated rule
+SPREAD_RATIOS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0, 15.0, 20.0, 50.0, 100.0, 1000.0)
+POWER_STUDIES = 200  # simulated studies behind one power; standard error 2.8 points at 80 %
+POWER_LABELLINGS = 119  # random relabellings in those: few, which understates power by one or two points
+
+
+def welch_power(difference: float, sd_x: float, sd_y: float, n: int, m: int, alpha: float = 0.05) -> float:
+    """Power of the two-sided Welch test, by the noncentral t with the Welch df at the true variances."""
+    from scipy import stats
+    vx, vy = sd_x**2 / n, sd_y**2 / m
+    if vx + vy == 0:
+        return 1.0 if difference else alpha
+    df = (vx + vy) ** 2 / (vx**2 / (n - 1) + vy**2 / (m - 1))
+    nc, critical = difference / math.sqrt(vx + vy), stats.t.ppf(1 - alpha / 2, df)
+    return float(stats.nct.sf(critical, df, nc) + stats.nct.cdf(-critical, df, nc))
+
+
+def smallest_difference(sd_x: float, sd_y: float, n: int, m: int, alpha: float = 0.05, power: float = POWER) -> float:
+    """Smallest difference of means that the two-sided Welch test finds with this power; 0 without spread, NaN below two runs."""
+    from scipy import optimize
+    if min(n, m) < 2:
+        return math.nan
+    se = math.sqrt(sd_x**2 / n + sd_y**2 / m)
+    if se == 0:
+        return 0.0
+    high = 1.0  # doubled rather than set high at once: scipy's noncentral t is NaN far in the tail
+    while welch_power(high * se, sd_x, sd_y, n, m, alpha) < power:
+        high *= 2
+    return float(optimize.brentq(lambda d: welch_power(d * se, sd_x, sd_y, n, m, alpha) - power, 0.0, high, xtol=1e-9)) * se
+
+
+def tost_power(margin: float, sd_x: float, sd_y: float, n: int, m: int, alpha: float = 0.05) -> float:
+    """Power of the Welch equivalence test when the true difference is 0: P(|D| < margin - t SE), SE drawn with the Welch df."""
+    from scipy import integrate, stats
+    se = math.sqrt(sd_x**2 / n + sd_y**2 / m)
+    if se == 0:
+        return 1.0
+    vx, vy = sd_x**2 / n, sd_y**2 / m
+    df = (vx + vy) ** 2 / (vx**2 / (n - 1) + vy**2 / (m - 1))
+    critical = float(stats.t.ppf(1 - alpha, df))
+    def integrand(u: float) -> float:  # u: estimated over true standard error
+        inside = margin / se - critical * u
+        return (2 * float(stats.norm.cdf(inside)) - 1) * 2 * df * u * float(stats.chi2.pdf(df * u * u, df)) if inside > 0 else 0.0
+    top = margin / se / critical
+    peaks = [p for p in (0.5, 1.0, 1.5) if p < top]
+    return float(min(1.0, integrate.quad(integrand, 0, min(top, 20.0), points=peaks or None, limit=200)[0]))
+
+
+def smallest_margin(sd_x: float, sd_y: float, n: int, m: int, alpha: float = 0.05, power: float = POWER) -> float:
+    """Smallest equivalence margin that equal means would meet with this power; 0 without spread, NaN below two runs."""
+    from scipy import optimize
+    if min(n, m) < 2:
+        return math.nan
+    se = math.sqrt(sd_x**2 / n + sd_y**2 / m)
+    if se == 0:
+        return 0.0
+    return float(optimize.brentq(lambda k: tost_power(k * se, sd_x, sd_y, n, m, alpha) - power, 0.1, 100.0, xtol=1e-6)) * se
+
+
+def seeds_for_margin(margin: float, sd_x: float, sd_y: float, alpha: float = 0.05, power: float = POWER) -> int | None:
+    """Seeds an arm at which equal means are shown to be equal within ``margin`` with this power; None above MAX_SEEDS."""
+    return next((n for n in _seed_numbers() if tost_power(margin, sd_x, sd_y, n, n, alpha) >= power), None)
+
+
+def _seed_numbers() -> list[int]:
+    """2, 3, ... with steps that grow to 5 %."""
+    numbers, n = [], 2
+    while n <= MAX_SEEDS:
+        numbers.append(n)
+        n = max(n + 1, int(n * 1.05))
+    return numbers
+
+
+def f_power(ratio: float, n: int, m: int, alpha: float = 0.05) -> float:
+    """Power of the one-sided F test at a true variance ratio, for normal values."""
+    from scipy import stats
+    return float(stats.f.sf(stats.f.ppf(1 - alpha, n - 1, m - 1) / ratio, n - 1, m - 1))
+
+
+def smallest_ratio_f(n: int, m: int, alpha: float = 0.05, power: float = POWER) -> float:
+    """Smallest variance ratio that the one-sided F test of one task finds with this power; NaN below two runs."""
+    from scipy import stats
+    return math.nan if min(n, m) < 2 else float(stats.f.ppf(1 - alpha, n - 1, m - 1) / stats.f.ppf(1 - power, n - 1, m - 1))
+
+
+def seeds_for_ratio_f(ratio: float, alpha: float = 0.05, power: float = POWER) -> int | None:
+    """Seeds an arm at which the F test of one task finds ``ratio`` with this power; None above MAX_SEEDS."""
+    return next((n for n in _seed_numbers() if f_power(ratio, n, n, alpha) >= power), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def spread_rule_power(ratio: float, n: int, m: int, tasks: int, correlation: float, alpha: float = 0.05, studies: int = POWER_STUDIES) -> float:
+    """Share of simulated studies in which the rule of H2 says "supported".
+
+    Args:    ratio: true variance ratio on every task, normal values. tasks: number of off-task benchmarks. correlation: between tasks of
+             one run, 0 to 0.9.
+    Returns: power, with a standard error of sqrt(power (1 - power) / studies). 0 below three runs an arm.
+    """
+    if min(n, m) < MIN_RUNS_FOR_SPREAD:
+        return 0.0
+    rng = np.random.default_rng([20_240_301, n, m, tasks])  # fixed, and common to all ratios, so that power grows with the ratio
+    g = math.sqrt(correlation) * rng.standard_normal((studies, n + m, 1)) + math.sqrt(1 - correlation) * rng.standard_normal((studies, n + m, tasks))
+    x, y = g[:, :n] * math.sqrt(ratio), g[:, n:]
+    rows = relabellings(n, m, 1000 if math.comb(n + m, n) <= 1000 else POWER_LABELLINGS, 0)
+    residuals = np.concatenate([x - np.median(x, axis=1, keepdims=True), y - np.median(y, axis=1, keepdims=True)], axis=1).transpose(0, 2, 1)
+    p = np.concatenate([_joint_p(part, rows, n) for part in np.array_split(residuals, max(1, residuals.size * len(rows) // 4_000_000))])
+    w = np.full(tasks, 1 / tasks)
+    (ex, vx), (ey, vy) = _jackknife_log_variance(x, w), _jackknife_log_variance(y, w)
+    quantile = _spread_quantiles([n, m], w, correlation, (1 - alpha,))[0]
+    lower = ex - log_variance_bias(n) - ey + log_variance_bias(m) - quantile * np.sqrt(vx + vy)
+    return float(np.mean((p < alpha) & (lower > 0)))
+
+
+def _joint_p(residuals: Array, rows: NDArray[np.int64], n: int) -> Array:
+    """Joint permutation p of many studies at once; residuals (studies, tasks, runs)."""
+    t = _signed_brown_forsythe(residuals[..., rows[:, :n]], residuals[..., rows[:, n:]]).mean(axis=1)   # (studies, labellings)
+    return np.mean(t >= t[:, :1] - 1e-9 * (1 + np.abs(t[:, :1])), axis=1)
+
+
+def smallest_spread_ratio(n: int, m: int, tasks: int, correlation: float, alpha: float = 0.05, power: float = POWER) -> float:
+    """Smallest variance ratio (the same on every task) that the rule of H2 finds with this power; NaN where none can be found."""
+    if smallest_attainable_p(n, m, 10**6) >= alpha or tasks == 0:
+        return math.nan
+    first = _first(len(SPREAD_RATIOS), lambda i: spread_rule_power(SPREAD_RATIOS[i], n, m, tasks, correlation, alpha) >= power)
+    if first is None:
+        return math.nan
+    ratio, previous = SPREAD_RATIOS[first], SPREAD_RATIOS[first - 1] if first else 1.0
+    reached = spread_rule_power(ratio, n, m, tasks, correlation, alpha)
+    before = spread_rule_power(previous, n, m, tasks, correlation, alpha)
+    return math.exp(math.log(previous) + (power - before) / (reached - before) * math.log(ratio / previous))
+
+
+def _first(count: int, reached: Callable[[int], bool]) -> int | None:
+    """Smallest i in 0..count-1 with reached(i), for a condition that stays true once it is; by bisection."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle + 1, high)
+    return low if low < count else None
+
+
+def seeds_for_spread_ratio(ratio: float, tasks: int, correlation: float, alpha: float = 0.05, power: float = POWER) -> int | None:
+    """Seeds an arm at which the rule of H2 finds ``ratio`` with this power; None above the largest number tried."""
+    first = _first(len(SPREAD_SEEDS), lambda i: spread_rule_power(ratio, SPREAD_SEEDS[i], SPREAD_SEEDS[i], tasks, correlation, alpha) >= power)
+    return None if first is None else SPREAD_SEEDS[first]
+
+
+@functools.lru_cache(maxsize=64)
+def measured_size(n: int, m: int, alpha: float = 0.05, studies: int = 1000) -> dict[str, dict[str, float]]:
+    """How often each per-task test calls equal variances different at level ``alpha``, by simulation.
+
+    Returns: {"normal": {...}, "skewed": {...}} (skewed: exponential values), each with f_test, brown_forsythe, permutation, bootstrap;
+             standard error about 0.7 points at 5 %. Empty below three runs an arm.
+    """
+    if min(n, m) < MIN_RUNS_FOR_SPREAD:
+        return {}
+    from scipy import stats
+    sizes: dict[str, dict[str, float]] = {}
+    for kind in ("normal", "skewed"):
+        rng = np.random.default_rng([20_240_302, n, m])
+        values = rng.standard_normal((studies, n + m)) if kind == "normal" else rng.standard_exponential((studies, n + m))
+        x, y = values[:, :n], values[:, n:]
+        f = stats.f.sf(x.var(1, ddof=1) / y.var(1, ddof=1), n - 1, m - 1)
+        residuals = np.concatenate([x - np.median(x, axis=1, keepdims=True), y - np.median(y, axis=1, keepdims=True)], axis=1)
+        t = _signed_brown_forsythe(residuals[:, None, :n], residuals[:, None, n:])[:, 0]
+        rows = relabellings(n, m, 1000 if math.comb(n + m, n) <= 1000 else POWER_LABELLINGS, 0)
+        permutation = np.concatenate([_joint_p(part[:, None], rows, n) for part in np.array_split(residuals, 20)])
+        draws = [np.stack([a[:, rng.integers(0, a.shape[1], a.shape[1])].var(axis=1, ddof=1) for _ in range(POWER_LABELLINGS)]) for a in (x, y)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            excess = np.log(draws[0] / draws[1]) - 2 * np.log(x.var(1, ddof=1) / y.var(1, ddof=1))
+        bootstrap = (1 + (excess >= 0).sum(0)) / (1 + np.isfinite(excess).sum(0))
+        sizes[kind] = {"f_test": float(np.mean(f < alpha)), "brown_forsythe": float(np.mean(stats.t.sf(t, n + m - 2) < alpha)),
+                       "permutation": float(np.mean(permutation < alpha)), "bootstrap": float(np.mean(bootstrap < alpha))}
+    return sizes
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Calibration: how often the rules are wrong, on studies whose truth is known
+
+CALIBRATION_SEEDS = (3, 5, 10)
+CALIBRATION_KINDS = ("normal", "skewed", "bounded")
+CALIBRATION_OFF_TASKS = 6
+CALIBRATION_PROBLEMS, CALIBRATION_DRAWS = 64, 4
+TASK_CORRELATION = 0.3    # between tasks of one run
+SHARED_DRAWS = 0.5        # correlation of one draw's outcome between runs, on the scale behind the threshold
+RUN_SD = 0.03             # spread of a run's true score in the reference arm; evaluation noise adds about as much again
+ON_TASK_GAIN, NULL_DIFFERENCE = 0.15, 0.05
+KL_LOG_SD = 0.15          # spread of log KL between runs of the reference arm
+PLANTED_RATIOS = (2.0, 5.0, 20.0)
+SIMULATION_CHUNK = 100    # studies drawn at once: about 60 MB at 20 runs
+
+
+def _problem_difficulties(kind: str) -> Array:
+    """Chance of a right answer per task and problem before training, (1 + off-task, problems); the same in every study."""
+    rng = np.random.default_rng(7)
+    # bounded: like a competition set for a small model, most problems near 0, so that scores pile up at the floor.
+    a, b = (0.25, 3.0) if kind == "bounded" else (3.0, 4.0)
+    return rng.beta(a, b, (1 + CALIBRATION_OFF_TASKS, CALIBRATION_PROBLEMS))
+
+
+def _run_effects(kind: str, shape: tuple[int, int, int], rng: np.random.Generator) -> Array:
+    """Standardised effects of runs on tasks, (studies, runs, tasks): normal, or exponential (skewness 2); correlated over tasks."""
+    from scipy import special
+    studies, runs, tasks = shape
+    g = math.sqrt(TASK_CORRELATION) * rng.standard_normal((studies, runs, 1)) + math.sqrt(1 - TASK_CORRELATION) * rng.standard_normal(shape)
+    return -special.log_ndtr(-g) - 1 if kind == "skewed" else g
+
+
+def simulate_scores(kind: str, n: int, m: int, studies: int, ratio: float, seed: int) -> dict[str, Array]:
+    """Studies with arms of n (x, under test) and m (y, reference) runs, scored on problems by draws that runs share in part.
+
+    x's true scores spread ``ratio`` times as much (variance) as y's on every off-task benchmark and equally on task 0, the on-task one,
+    whose true mean is NULL_DIFFERENCE higher under x.
+
+    Returns: delta_j and true_score (studies, runs, tasks), noise_variance and own_variance (studies, 2 arms, tasks); runs of x first.
+    """
+    from scipy import special
+    rng = np.random.default_rng([seed, n, m, CALIBRATION_KINDS.index(kind), int(1000 * ratio)])
+    base = _problem_difficulties(kind)
+    tasks, problems = base.shape
+    scale = np.full((n + m, tasks), RUN_SD)
+    scale[:n, 1:] *= math.sqrt(ratio)
+    shift = np.zeros((n + m, tasks))
+    shift[:, 0] = ON_TASK_GAIN
+    shift[:n, 0] += NULL_DIFFERENCE
+    out: dict[str, list[Array]] = {k: [] for k in ("delta_j", "true_score", "noise_variance", "own_variance")}
+    for start in range(0, studies, SIMULATION_CHUNK):
+        size = min(SIMULATION_CHUNK, studies - start)
+        effect = shift + scale * _run_effects(kind, (size, n + m, tasks), rng)
+        p = np.clip(base + effect[..., None], 0, 1)                                           # (studies, runs, tasks, problems)
+        threshold = special.ndtri(p).astype(np.float32)[..., None]
+        shared = math.sqrt(SHARED_DRAWS) * rng.standard_normal((size, 1, tasks, problems, CALIBRATION_DRAWS), dtype=np.float32)
+        own = math.sqrt(1 - SHARED_DRAWS) * rng.standard_normal((size, n + m, tasks, problems, CALIBRATION_DRAWS), dtype=np.float32)
+        scores = (shared + own < threshold).astype(np.float32)
+        at_base = shared + math.sqrt(1 - SHARED_DRAWS) * rng.standard_normal(shared.shape, dtype=np.float32) < special.ndtri(base)[..., None]
+        out["delta_j"].append(scores.mean((3, 4), dtype=np.float64) - at_base.mean((3, 4)))
+        out["true_score"].append(p.mean(-1))
+        noise = [[[evaluation_noise(scores[s, arm, k]) for k in range(tasks)] for arm in (slice(0, n), slice(n, None))] for s in range(size)]
+        for key, name in (("noise_variance", "noise_variance"), ("own_variance", "own_sampling_variance")):
+            out[key].append(np.array([[[cell[name] for cell in arm] for arm in study] for study in noise]))
+    return {k: np.concatenate(v) for k, v in out.items()}
+
+
+def simulate_log_kl(kind: str, n: int, m: int, studies: int, ratio: float, log_difference: float, seed: int) -> Array:
+    """log KL of runs, (studies, runs, tasks): as simulate_scores, with mean log KL on-task ``log_difference`` higher under x."""
+    rng = np.random.default_rng([seed, 1, n, m, CALIBRATION_KINDS.index(kind), int(1000 * ratio)])
+    scale = np.full((n + m, 1 + CALIBRATION_OFF_TASKS), KL_LOG_SD)
+    scale[:n, 1:] *= math.sqrt(ratio)
+    if kind == "bounded":  # KL as a gamma variable, bounded by zero: shape 1/sd^2 gives log KL about this spread, skewed to the left
+        shape = 1 / scale**2
+        values = np.log(rng.gamma(shape, 1 / shape, (studies, n + m, 1 + CALIBRATION_OFF_TASKS)))
+    else:
+        values = scale * _run_effects(kind, (studies, n + m, 1 + CALIBRATION_OFF_TASKS), rng)
+    values[:, :n, 0] += log_difference
+    return values
+
+
+def _family_decision(x: Array, y: Array, num_resamples: int, seed: int, alpha: float, ratio_margin: float) -> tuple[str, float, dict[str, float]]:
+    """Verdict of the rule of H2, its joint p, and the interval of the mean log variance ratio (NaN where a task has no spread)."""
+    test = permutation_spread(x, y, num_resamples, seed)
+    spread = [k for k in range(x.shape[1]) if sample_variance(x[:, k]) > 0 and sample_variance(y[:, k]) > 0]
+    effect = log_variance_contrast([x[:, spread], y[:, spread]], [1, -1]) if spread else dict.fromkeys(("low", "high", "lower_bound", "upper_bound"), math.nan)
+    kind = decide_spread(test["p_value"], test["smallest_p"], effect["lower_bound"], effect["upper_bound"], alpha, ratio_margin)
+    return kind, test["p_value"], effect
+
+
+def calibrate_cell(kind: str, n: int, studies: int, num_resamples: int = 999, seed: int = 0, alpha: float = 0.05, margin: float = NULL_DIFFERENCE,
+                   kl_margin: float = 1.25, ratio_margin: float = 1.5) -> dict[str, Any]:
+    """One cell of the calibration table: false verdicts, power, coverage of intervals, recovery of the planted spread.
+
+    Args:    kind: one of CALIBRATION_KINDS. n: seeds an arm. studies: simulated studies. num_resamples: of the permutation test where
+             not all labellings are enumerated.
+    Returns: shares in [0, 1] under "false_supported", "power", "coverage" and "estimate"; their standard error is at most
+             0.5 / sqrt(studies).
+    """
+    null = simulate_scores(kind, n, n, studies, 1.0, seed)
+    # The null of H1 is a difference equal to the margin: where clipping at 0 or 1 shrank what was planted, the margin is what is left of it.
+    true_on = null["true_score"][:, :, 0]
+    true_difference = float(true_on[:, :n].mean() - true_on[:, n:].mean())
+    counts: dict[str, list[float]] = {}
+    def note(name: str, value: bool | float) -> None:
+        counts.setdefault(name, []).append(float(value))
+    base_mean = float(_problem_difficulties(kind)[0].mean())
+    true_mean = float(true_on[:, n:].mean()) - base_mean
+    total_variance = float(null["delta_j"][:, n:, 0].var(axis=1, ddof=1).mean())
+    true_spread = float(null["true_score"][:, n:, 0].var(axis=1, ddof=1).mean())
+    for s in range(studies):
+        x, y = null["delta_j"][s, :n], null["delta_j"][s, n:]
+        tost = tost_welch(x[:, 0], y[:, 0], true_difference, alpha)
+        note("H1 false", decide_equal_means(tost, (x[:, 0], y[:, 0]), true_difference, alpha) == SUPPORTED)
+        verdict, p, effect = _family_decision(x[:, 1:], y[:, 1:], num_resamples, s, alpha, ratio_margin)
+        note("H2 false", verdict == SUPPORTED)
+        note("H2 permutation alone", p < alpha)
+        note("seed rule H2 false", 2 * sum(np.var(x[:, k]) > np.var(y[:, k]) for k in range(1, x.shape[1])) > CALIBRATION_OFF_TASKS)
+        note("F test false", f_test(x[:, 1], y[:, 1])["p_value_greater"] < alpha)
+        welch_test = welch(x[:, 0], y[:, 0])
+        # The interval of a mean is of this base evaluation's dJ: the base's own sampling error is common to all runs and not in it.
+        base_error = float(null["delta_j"][s, :, 0].mean() - (null["true_score"][s, :, 0].mean() - base_mean))
+        low, high = mean_interval(y[:, 0])
+        note("mean", low <= true_mean + base_error <= high)
+        note("difference of means", welch_test["low"] <= true_difference <= welch_test["high"])
+        low, high = variance_interval(y[:, 0])
+        note("variance", low <= total_variance <= high)
+        f = f_test(x[:, 1], y[:, 1])
+        note("variance ratio of one task", f["low"] <= 1 <= f["high"])
+        note("mean log variance ratio", effect["low"] <= 0 <= effect["high"])
+        noise, own = null["noise_variance"][s, 1, 0], null["own_variance"][s, 1, 0]
+        moment = between_run_variance(y[:, 0], noise)
+        note("untruncated", moment)
+        note("truncated", max(0.0, moment))
+        note("share of zeros", moment <= 0)
+        note("less own variance", sample_variance(y[:, 0]) - own)
+        if noise > 0:
+            low, high = q_profile_interval(y[:, 0], noise)
+            note("between-run variance (Q-profile)", low <= true_spread <= high)
+    powers: dict[str, dict[str, float]] = {}
+    for ratio in PLANTED_RATIOS:
+        data = simulate_scores(kind, n, n, studies, ratio, seed + 1)["delta_j"]
+        found = [_family_decision(d[:n, 1:], d[n:, 1:], num_resamples, s, alpha, ratio_margin)[0] == SUPPORTED for s, d in enumerate(data)]
+        planted = simulate_log_kl(kind, n, n, studies, ratio, 0.0, seed + 1)
+        found_kl = [_family_decision(d[:n, 1:], d[n:, 1:], num_resamples, s, alpha, ratio_margin)[0] == SUPPORTED for s, d in enumerate(planted)]
+        powers[f"{ratio:g}"] = {"H2": float(np.mean(found)), "H3 off-task": float(np.mean(found_kl))}
+    # Off-task the spread differs so much that only the on-task part can stop a verdict. (gamma shapes below 1/50 underflow to log 0.)
+    on_null = simulate_log_kl(kind, n, n, studies, 1000.0 if kind != "bounded" else 50.0, math.log(kl_margin), seed + 2)
+    off_null = simulate_log_kl(kind, n, n, studies, 1.0, 0.0, seed + 3)
+    for s in range(studies):
+        for name, d in (("H3 false, on-task at the margin", on_null[s]), ("H3 false, off-task spread equal", off_null[s])):
+            tost = tost_welch(d[:n, 0], d[n:, 0], math.log(kl_margin), alpha)
+            on = SUPPORTED if tost["p_value"] < alpha else INCONCLUSIVE
+            off = _family_decision(d[:n, 1:], d[n:, 1:], num_resamples, s, alpha, ratio_margin)[0]
+            note(name, all_of([on, off]) == SUPPORTED)
+            if d is off_null[s]:
+                note("H3 on-task power", on == SUPPORTED)
+        ratio_test = welch(on_null[s, :n, 0], on_null[s, n:, 0])
+        note("KL ratio", ratio_test["low"] <= math.log(kl_margin) <= ratio_test["high"])
+    mean = {k: float(np.nanmean(v)) for k, v in counts.items()}
+    return {
+        "kind": kind, "seeds": n, "studies": studies, "true_difference": true_difference,
+        "false_supported": {k: mean[k] for k in ("H1 false", "H2 false", "H3 false, on-task at the margin", "H3 false, off-task spread equal")},
+        "shown_beside": {k: mean[k] for k in ("H2 permutation alone", "F test false", "seed rule H2 false")},
+        "power": powers,
+        "coverage": {k: mean[k] for k in ("mean", "difference of means", "variance", "variance ratio of one task", "mean log variance ratio",
+                                          "between-run variance (Q-profile)", "KL ratio") if k in mean},
+        "estimate": {"planted": true_spread, **{k: mean[k] for k in ("untruncated", "truncated", "less own variance")}, "share of zeros": mean["share of zeros"]},
+    }
+
+
+def calibrate_decompositions(studies: int, seed: int = 0) -> dict[str, Any]:
+    """Are planted variance components and 2 x 2 effects recovered? Mean estimates beside the truth, and coverage of the contrasts."""
+    rng = np.random.default_rng([seed, 99])
+    truth = {"seed": 4.0, "float_noise": 1.0, "evaluation_noise": 0.5}
+    parts: dict[str, list[float]] = {"seed": [], "float_noise": []}
+    for _ in range(studies):
+        sizes = rng.integers(1, 5, 6)  # six seeds with one to four replicates each
+        sizes[0] = max(sizes[0], 2)
+        groups = [math.sqrt(truth["seed"]) * rng.standard_normal() + math.sqrt(truth["float_noise"] + truth["evaluation_noise"])
+                  * rng.standard_normal(k) for k in sizes]
+        found = nested_components(groups, truth["evaluation_noise"])
+        for k in parts:
+            parts[k].append(found[k])
+    planted = {"storage": 0.03, "compute": -0.01, "interaction": 0.02}
+    sd = (0.01, 0.02, 0.03, 0.05)  # unequal spread in the four cells
+    means = [sum(planted[e] * w for e, w in (("storage", a), ("compute", b), ("interaction", a * b))) for a, b in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    # Main effects are averages over the other factor: half of the interaction belongs to each.
+    expected = {"storage": planted["storage"] + planted["interaction"] / 2, "compute": planted["compute"] + planted["interaction"] / 2,
+                "interaction": planted["interaction"]}
+    log_truth = {e: float(np.dot(s, 2 * np.log(sd))) for e, s in FACTORIAL_EFFECTS.items()}
+    effects: dict[str, list[list[float]]] = {e: [] for e in FACTORIAL_EFFECTS}
+    for _ in range(studies):
+        cells = [mu + s * rng.standard_normal(5) for mu, s in zip(means, sd)]
+        for effect, signs in FACTORIAL_EFFECTS.items():
+            on_mean = contrast(cells, signs)
+            on_log = log_variance_contrast([c[:, None] for c in cells], signs)
+            effects[effect].append([on_mean["estimate"], on_mean["low"] <= expected[effect] <= on_mean["high"], on_log["estimate"],
+                                    on_log["low"] <= log_truth[effect] <= on_log["high"]])
+    columns = {e: np.mean(v, axis=0) for e, v in effects.items()}
+    return {"nested": {k: {"planted": truth[k], "mean_estimate": float(np.mean(v))} for k, v in parts.items()},
+            "factorial": {e: {"planted": expected[e], "mean_estimate": float(c[0]), "coverage": float(c[1]), "planted_log_variance": log_truth[e],
+                              "mean_log_variance": float(c[2]), "coverage_log_variance": float(c[3])} for e, c in columns.items()}}
+
+
+def calibration_markdown(result: dict[str, Any]) -> str:
+    """The calibration as Markdown tables (shares in %)."""
+    def table(header: list[str], rows: list[list[str]]) -> list[str]:
+        return ["| " + " | ".join(r) + " |" for r in [header, ["---"] * len(header), *rows]] + [""]
+    def percent(value: float) -> str:
+        return f"{100 * value:.1f}"
+    cells = result["cells"]
+    names = [[c["kind"], str(c["seeds"])] for c in cells]
+    false, beside, cover = (list(cells[0][k]) for k in ("false_supported", "shown_beside", "coverage"))
+    lines = [f"{result['studies']} simulated studies a cell, {CALIBRATION_OFF_TASKS} off-task benchmarks of {CALIBRATION_PROBLEMS} problems x "
+             f"{CALIBRATION_DRAWS} draws; standard error at 5 %: {percent(math.sqrt(0.05 * 0.95 / result['studies']))} points. All shares in %.", ""]
+    lines += ["False verdicts \"supported\" (limit 6.5), and what single tests and the older rule would have said", ""]
+    lines += table(["data", "seeds", *false, *beside], [[*n, *(percent(c["false_supported"][k]) for k in false), *(percent(c["shown_beside"][k]) for k in beside)]
+                                                        for n, c in zip(names, cells)])
+    lines += ["Power: share of \"supported\" at a planted variance ratio", ""]
+    ratios = [f"{r:g}" for r in PLANTED_RATIOS]
+    lines += table(["data", "seeds", *(f"{h}, ratio {r}" for h in ("H2", "H3 off-task") for r in ratios)],
+                   [[*n, *(percent(c["power"][r][h]) for h in ("H2", "H3 off-task") for r in ratios)] for n, c in zip(names, cells)])
+    lines += ["Coverage of 95 % intervals (92 to 98 asked for under the normal model)", ""]
+    lines += table(["data", "seeds", *cover], [[*n, *(percent(c["coverage"][k]) for k in cover)] for n, c in zip(names, cells)])
+    lines += ["Variance between runs, noise taken out, as a multiple of the planted one (1 is right)", ""]
+    lines += table(["data", "seeds", "untruncated", "cut at zero (REML)", "share of zeros, %", "own sampling variance subtracted instead"],
+                   [[*n, *(f"{c['estimate'][k] / c['estimate']['planted']:.3f}" for k in ("untruncated", "truncated")), percent(c["estimate"]["share of zeros"]),
+                     f"{c['estimate']['less own variance'] / c['estimate']['planted']:.3f}"] for n, c in zip(names, cells)])
+    d = result["decompositions"]
+    lines += ["Planted decompositions", ""]
+    lines += table(["what", "planted", "mean estimate", "coverage, %"],
+                   [[f"variance: {k}", f"{v['planted']:g}", f"{v['mean_estimate']:.3f}", "-"] for k, v in d["nested"].items()]
+                   + [[f"mean: {k}", f"{v['planted']:g}", f"{v['mean_estimate']:.4f}", percent(v["coverage"])] for k, v in d["factorial"].items()]
+                   + [[f"log variance: {k}", f"{v['planted_log_variance']:.3f}", f"{v['mean_log_variance']:.3f}", percent(v["coverage_log_variance"])]
+                      for k, v in d["factorial"].items()])
+    return "\n".join(lines)
+
+
+def main(cfg: Any) -> None:
+    from pathlib import Path
+
+    from config import UserError
+    from utils_run import write_json, write_text
+    if not cfg.calibrate:
+        raise UserError("nothing to do; pass --calibrate (the analysis itself is analyze_results.py)")
+    cells = []
+    for kind in CALIBRATION_KINDS:
+        for n in CALIBRATION_SEEDS:
+            cells.append(calibrate_cell(kind, n, cfg.num_studies, cfg.num_resamples, cfg.seed))
+            print(f"{kind}, {n} seeds: " + ", ".join(f"{k} {100 * v:.1f} %" for k, v in cells[-1]["false_supported"].items()), flush=True)
+    result = {"studies": cfg.num_studies, "num_resamples": cfg.num_resamples, "seed": cfg.seed, "cells": cells,
+              "decompositions": calibrate_decompositions(cfg.num_studies, cfg.seed)}
+    text = calibration_markdown(result)
+    print("\n" + text)
+    if cfg.output_path:
+        write_json(Path(cfg.output_path), result)
+        write_text(Path(cfg.output_path).with_suffix(".md"), text)
+
+
+if __name__ == "__main__":
+    from config import StatsConfig
+    from utils_run import run_script
+    run_script(main, StatsConfig, description=__doc__)
