@@ -267,6 +267,23 @@ class GradeConfig:
     strict: bool = option(False, "only a boxed final answer counts, as in the training reward")
 
 
+@register_section("code")
+@dataclass(frozen=True)
+class CodeEvalConfig:
+    """Options of utils_code_eval.py."""
+
+    config: str | None = option(None, "YAML file with options; flags win over it")
+    input: str | None = option(None, "JSON lines with task_id and completion (required)")
+    problems: str | None = option(None, "problem file (JSON or JSON lines; raw HumanEval field names are accepted) (required)")
+    output: str | None = option(None, "JSON lines to write: the input's rows with outcome, extracted and rule (required)")
+    workers: int = option(0, "programs at once (0: one per core)")
+    cpu_s: int = option(5, "CPU seconds a program may use")
+    wall_s: float = option(15.0, "seconds a program may take")
+    memory_mib: int = option(2048, "MiB of address space a program may have")
+    check_canonical: bool = option(True, "run the problems' own solutions first and refuse to grade where one fails")
+    allow_unsafe_code_execution: bool = option(False, "run generated code although some sandbox protections are missing")
+
+
 @dataclass(frozen=True)
 class TinyBaseConfig:
     """Options of scripts/prepare_tiny_base.py."""
