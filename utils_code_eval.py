@@ -36,20 +36,24 @@ import platform
 import re
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import types
 import warnings
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-# config and utils_run are imported where used: this file is also the program inside the sandbox, where they do not exist.
+if TYPE_CHECKING:
+    import queue
+    import subprocess
+
+# This file is also the program inside the sandbox. So config and utils_run, which do not exist there, are imported where used, and
+# so are subprocess, queue, tempfile and concurrent.futures: they import threading or random, whose after-fork handlers would add
+# 0.4 ms to each of the three forks of an item.
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class CodeGrade:
     rule: str
 
 
+_STARVED = "wall limit"
+ASLEEP_SHARE = 0.02           # CPU share of the wall limit below which a program was waiting for something, not for a processor
 OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
 MAX_PROGRAM_CHARS = 1 << 20   # a longer "solution" is not read: parsing it would cost the parent minutes
 START_TIMEOUT_S = 60.0        # a sandbox that has not reported by then does not come up (an interpreter start under heavy load)
@@ -490,6 +496,7 @@ class _Channel:
 # --------------------------------------------------------------------------------------------------------------------
 # 3. The two processes of an item (run inside the sandbox)
 
+_PROCESS_ENDED = "the program's process ended"
 _FRAMES = 12  # stack frames of this file under the program's own; added to the recursion limit so that the program keeps its 1000
 
 
@@ -498,6 +505,7 @@ def _function_process(channel: _Channel, payload: dict) -> None:
     module = types.ModuleType("solution")  # not "__main__": an `if __name__ == "__main__":` demonstration is not part of the answer
     sys.modules["solution"] = module       # dataclasses and pickle look a class's module up
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
+    _seed_random(payload["program"])
     try:
         exec(compile(payload["program"], "solution.py", "exec"), module.__dict__)
         function = module.__dict__[payload["entry_point"]]
@@ -524,6 +532,13 @@ def _function_process(channel: _Channel, payload: dict) -> None:
             channel.send(reply)
         except BaseException as error:
             channel.send({"raised": _describe(error)})
+
+
+def _seed_random(code: str) -> None:
+    """Same random numbers in every run; not imported for the many programs that need none (1 ms)."""
+    if "random" in code:
+        import random
+        random.seed(0)
 
 
 def _describe(error: BaseException) -> dict:
@@ -558,16 +573,17 @@ class _Candidate:
         try:
             self.channel.send({"args": to_plain(list(args)), "kwargs": to_plain(kwargs)})
             reply = self.channel.receive()
-            if "raised" in reply:
-                raise self._exception(reply["raised"])
-            result = from_plain(reply["result"])
-            if "args" in reply:
-                _write_back(list(args), from_plain(reply["args"]))
-            return result
+            result = None if "raised" in reply else from_plain(reply["result"])
+            after = from_plain(reply["args"]) if "args" in reply else None
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            self._end("the program's process ended")
+            self._end(_PROCESS_ENDED)
         except (NotPlainData, KeyError, RecursionError) as error:
             self._end(f"returned no plain data ({error})")
+        if after is not None:
+            _write_back(list(args), after)
+        if "raised" in reply:
+            raise self._exception(reply["raised"])
+        return result
 
     def _end(self, rule: str):
         self.over = rule
@@ -600,7 +616,7 @@ def _checker_process(channel: _Channel, payload: dict) -> dict:
     The test sees the prompt's helpers and the canonical solution under the entry point's name (HumanEval/33 calls it), so what it
     compares with is never the code under test. Random inputs are the same in every run (seed 0).
     """
-    import random
+    _seed_random(payload["test"])
     candidate = _Candidate(channel, payload["entry_point"])
     try:
         first = channel.receive()
@@ -612,12 +628,11 @@ def _checker_process(channel: _Channel, payload: dict) -> dict:
         names: dict = {"__name__": "test", payload["entry_point"]: candidate}
         exec(compile(payload["reference"], "reference.py", "exec"), names)
         exec(compile(payload["test"], "test.py", "exec"), names)
-        random.seed(0)
         names["check"](candidate)
     except _Ended as ended:
         return {"outcome": "wrong", "rule": ended.rule}
     except EOFError:
-        return {"outcome": "wrong", "rule": "the program's process ended"}
+        return {"outcome": "wrong", "rule": _PROCESS_ENDED}
     except NotPlainData as error:
         return {"outcome": "wrong", "rule": f"sent no plain data ({error})"}
     except AssertionError:
@@ -638,11 +653,11 @@ _MS = {"rdonly": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "remount": 32, "noatim
 _ST_TO_MS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # statvfs flags a remount has to keep, as mount flags
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 _MNT_DETACH = 2
+_MAX_FDS = 64  # descriptors of the sandbox program; it limits itself to this, so that a fork closes all by closing these few
 SANDBOX_UID = 64200  # used instead of root: root is exempt from the process limit and owns the files of the machine
 
 # Importing these once in the sandbox saves each program the import (typing alone takes 3 ms).
-_PRELOADED = ("bisect", "collections", "copy", "datetime", "functools", "hashlib", "heapq", "itertools", "math", "operator", "random",
-              "re", "statistics", "string", "typing")
+_PRELOADED = ("bisect", "copy", "datetime", "functools", "hashlib", "heapq", "itertools", "operator", "string", "typing")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -765,6 +780,51 @@ def _drop_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, bytes(24))
+    with contextlib.suppress(OSError):  # one more layer where the kernel has it; what it adds is measured by sandbox_status
+        _filter_calls()
+
+
+# System calls that no solution of a programming problem makes and that attacks on a kernel start with, by number.
+_DENIED_CALLS = {
+    "x86_64": {"ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "unshare": 272, "setns": 308, "add_key": 248,
+               "request_key": 249, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "process_vm_readv": 310,
+               "process_vm_writev": 311, "kcmp": 312, "open_by_handle_at": 304},
+    "aarch64": {"ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "unshare": 97, "setns": 268, "add_key": 217,
+                "request_key": 218, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "process_vm_readv": 270,
+                "process_vm_writev": 271, "kcmp": 272, "open_by_handle_at": 265},
+}
+_DENIED_EVERYWHERE = {"io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "pidfd_getfd": 438,
+                      "mount_setattr": 442}  # newer calls have one number on all machines
+_SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def _filter_program(machine: str) -> bytes:
+    """A seccomp filter in classic BPF: sockets other than AF_UNIX and the calls above fail; another architecture's calls kill.
+
+    Sockets are refused although the network namespace is empty, because some families (vsock to the host of a virtual machine) do
+    not belong to a network namespace.
+    """
+    load, equal, at_least, back = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
+    allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
+    code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (back, 0, 0, kill), (load, 0, 0, 0)]
+    if machine == "x86_64":
+        code += [(at_least, 0, 1, 0x40000000), (back, 0, 0, kill)]  # the x32 numbers
+    for number in (*_DENIED_CALLS[machine].values(), *_DENIED_EVERYWHERE.values()):
+        code += [(equal, 0, 1, number), (back, 0, 0, refuse | errno.EPERM)]
+    code += [(equal, 0, 3, _SOCKET_CALL[machine]), (load, 0, 0, 16), (equal, 1, 0, int(socket.AF_UNIX)),
+             (back, 0, 0, refuse | errno.EAFNOSUPPORT), (back, 0, 0, allow)]
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+
+
+def _filter_calls() -> None:
+    """Install the filter for this process and all it starts. Raises OSError where the kernel has none; needs no privilege."""
+    machine = platform.machine()
+    if machine not in _AUDIT_ARCH:
+        raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
+    program = ctypes.create_string_buffer(_filter_program(machine))
+    descriptor = struct.pack("@HxxxxxxP", (len(program) - 1) // 8, ctypes.addressof(program))
+    _call("prctl", 22, ctypes.c_ulong(2), descriptor, ctypes.c_ulong(0), ctypes.c_ulong(0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def _set_limits(limits: dict, process_base: int) -> None:
@@ -777,7 +837,6 @@ def _set_limits(limits: dict, process_base: int) -> None:
     both(resource.RLIMIT_AS, limits["memory_mib"] << 20)
     both(resource.RLIMIT_FSIZE, limits["file_mib"] << 20)
     both(resource.RLIMIT_NPROC, process_base + limits["processes"])
-    both(resource.RLIMIT_NOFILE, 128)
     both(resource.RLIMIT_CORE, 0)
     both(resource.RLIMIT_MEMLOCK, 0)
     both(resource.RLIMIT_MSGQUEUE, 0)
@@ -789,10 +848,10 @@ def _become(role: str, limits: dict, keep: list[int], server: dict) -> None:
     if server["proc"] is not None:
         with contextlib.suppress(OSError):
             _write_at(server["proc"], "self/oom_score_adj", "1000")  # should memory run out, the program goes first
-    moved = [os.dup2(fd, 60 + i, inheritable=False) for i, fd in enumerate(keep)]
+    moved = [os.dup2(fd, _MAX_FDS - 1 - i, inheritable=False) for i, fd in enumerate(keep)]
     for i, fd in enumerate(moved):
         os.dup2(fd, 3 + i, inheritable=False)
-    os.closerange(3 + len(moved), 4096)
+    os.closerange(3 + len(moved), _MAX_FDS)
     os.environ.clear()
     _set_limits(limits, server["process_base"])
     _drop_privileges()
@@ -945,7 +1004,10 @@ def serve(control_fd: int, isolation: str) -> None:
     """The sandbox's main program: isolate, report, then serve items until the other end of `control_fd` closes."""
     import gc
     import importlib
-    control = socket.socket(fileno=control_fd)
+    os.dup2(control_fd, 3, inheritable=False)
+    os.closerange(4, 1 << 16)
+    control = socket.socket(fileno=3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FDS, _MAX_FDS))
     sys.dont_write_bytecode = True
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -1018,6 +1080,7 @@ class _Sandbox:
 
     def start(self) -> None:
         """Raises OSError where the isolation cannot be set up."""
+        import subprocess
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here = os.path.dirname(os.path.abspath(__file__))
         prefix: list[str] = []
@@ -1040,6 +1103,8 @@ class _Sandbox:
 
     def run(self, program: bytes, test: bytes, limits: CodeLimits) -> dict:
         """Result of one item. Raises _SandboxDied, and OSError where the sandbox could not start the item's processes."""
+        import shutil
+        import tempfile
         if self.process is None:
             self.start()
         settings, folder = asdict(limits), None
@@ -1111,6 +1176,7 @@ _isolation_found: tuple[str, str] | None = None
 
 def _find_isolation() -> tuple[str, str]:
     """The strongest isolation that works here (namespaces | bubblewrap | none), found by trying, and why no stronger one did."""
+    import shutil
     global _isolation_found
     if _isolation_found is None:
         reasons = []
@@ -1167,6 +1233,7 @@ def sandbox_status() -> dict:
     Returns: {"isolation": namespaces | bubblewrap | none, "network", "files", "processes": True where protected,
              "missing": list of sentences, "reason": why no stronger isolation is in use, or ""}.
     """
+    import tempfile
     global _status
     if _status is None:
         isolation, reason = _find_isolation()
@@ -1217,16 +1284,18 @@ def _grade_from(result: dict, program: str, limits: CodeLimits) -> CodeGrade:
     if verdict and verdict.get("outcome") == "correct":
         return CodeGrade("correct", program, verdict["rule"])
     if verdict and verdict.get("late"):
-        return CodeGrade("timeout", program, "wall limit")
+        used = sum(end["cpu_s"] for end in ends.values())
+        return CodeGrade("timeout", program, _STARVED if used > ASLEEP_SHARE * limits.wall_s else "wall limit, asleep")
     for role in ("function", "checker"):
-        # RLIMIT_CPU counts in ticks; the kernel's kill and the usage it reports can differ by some hundredths of a second
-        if ends[role]["cpu_s"] >= limits.cpu_s - 0.1 and os.WIFSIGNALED(ends[role]["status"]):
+        # RLIMIT_CPU counts clock ticks, the usage is exact: on a busy machine the kernel's kill came at 0.8 of the limit
+        killed = os.WIFSIGNALED(ends[role]["status"]) and os.WTERMSIG(ends[role]["status"]) == signal.SIGKILL
+        if killed and ends[role]["cpu_s"] >= 0.5 * limits.cpu_s and (not verdict or verdict["rule"] == _PROCESS_ENDED):
             return CodeGrade("timeout", program, "CPU limit" if role == "function" else "CPU limit of the test")
     if verdict is None:
         return CodeGrade("wrong", program, "the checker's process ended")
     status = ends["function"]["status"]
     rule = verdict["rule"]
-    if rule == "the program's process ended" and os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+    if rule == _PROCESS_ENDED and os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
         rule += f" ({signal.Signals(os.WTERMSIG(status)).name})"
     return CodeGrade("wrong", program, rule)
 
@@ -1262,8 +1331,8 @@ class CodePool:
     def grade(self, items: list[tuple[str, dict]]) -> list[CodeGrade]:
         """Grades in the order of `items` (completion, record). Identical programs for one record run once.
 
-        An item that reaches the wall limit while others run is run once more, alone: waiting may have been the machine's fault.
-        CPU seconds do not grow with load, so the CPU limit is final.
+        An item that reaches the wall limit without having slept through it is run once more, alone: the machine's load may have been
+        at fault. CPU seconds do not grow with load, so the CPU limit is final.
         """
         from concurrent.futures import ThreadPoolExecutor
         programs = [extract_code(completion, record["prompt"], record["entry_point"]) for completion, record in items]
@@ -1277,7 +1346,7 @@ class CodePool:
             grades = dict(zip(jobs, threads.map(lambda job: self._run(*job), jobs.values())))
         if self.workers > 1:
             for key, grade in grades.items():
-                if grade.rule == "wall limit":
+                if grade.rule == _STARVED:
                     grades[key] = self._run(*jobs[key])
         missing = CodeGrade("unparsed", None, "no code found")
         return [missing if key is None else grades[key] for key in keys]
@@ -1329,3 +1398,104 @@ def check_canonical(records: list[dict], workers: int | None = None, limits: Cod
 
 def _some(names: list[str], at_most: int = 5) -> str:
     return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 6. Command line
+
+def as_code_record(row: object, where: str) -> dict:
+    """A problem under the project's field names; HumanEval's own (`task_id`, `canonical_solution`) are accepted.
+
+    Args:    row: an object of a problem file. where: "file record i", for the message.
+    Returns: a copy with id, prompt, entry_point, test (str) and, if there is a canonical solution, answer.
+    Raises:  UserError naming the field that is missing or wrong.
+    """
+    from config import UserError
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected an object, found {type(row).__name__}")
+    record = dict(row)
+    for ours, theirs in (("id", "task_id"), ("answer", "canonical_solution")):
+        if ours not in record and theirs in record:
+            record[ours] = record[theirs]
+    if not isinstance(record.get("id"), (str, int)):
+        raise UserError(f"{where}: needs an `id` (or `task_id`)")
+    for field in ("prompt", "entry_point", "test"):
+        if not isinstance(record.get(field), str):
+            raise UserError(f"{where} ({record['id']}): needs `{field}`, a text")
+    if not record["entry_point"].isidentifier():
+        raise UserError(f"{where} ({record['id']}): `entry_point` {record['entry_point']!r} is not a function name")
+    if not _defines(_newlines(record["test"]), "check"):
+        raise UserError(f"{where} ({record['id']}): `test` is not Python that defines check(candidate)")
+    return record
+
+
+def _first_character(path: str) -> str:
+    """First character that is not white space; "" where the file cannot be read, which the real reader then reports."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return handle.read(4096).lstrip()[:1]
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def load_code_problems(path: str) -> dict[str, dict]:
+    """Problem records of a JSON array or JSON-lines file, by id (as text). Raises UserError naming file and record."""
+    from config import UserError
+    from utils_run import read_json, read_jsonl
+    lines = _first_character(path) != "["
+    rows = read_jsonl(path) if lines else read_json(path)
+    problems: dict[str, dict] = {}
+    for i, row in enumerate(rows):
+        record = as_code_record(row, f"{path} record {i}")
+        if str(record["id"]) in problems:
+            raise UserError(f"{path} record {i}: id {record['id']!r} appears twice")
+        problems[str(record["id"])] = record
+    if not problems:
+        raise UserError(f"{path} holds no problems")
+    return problems
+
+
+def _read_completions(path: str, problems: dict[str, dict]) -> list[dict]:
+    from config import UserError
+    from utils_run import read_jsonl
+    rows = read_jsonl(path)
+    for i, row in enumerate(rows):
+        where = f"{path} row {i + 1}"
+        if not isinstance(row, dict) or "task_id" not in row or not isinstance(row.get("completion"), str):
+            raise UserError(f"{where}: needs `task_id` and `completion`, a text")
+        if str(row["task_id"]) not in problems:
+            raise UserError(f"{where}: task_id {row['task_id']!r} is not in the problem file")
+    if not rows:
+        raise UserError(f"{path} holds no completions")
+    return rows
+
+
+def main(cfg) -> None:
+    """Grade a file of completions (CodeEvalConfig) and print the counts."""
+    from config import UserError
+    from utils_run import write_jsonl
+    for field in ("input", "problems", "output"):
+        if getattr(cfg, field) is None:
+            raise UserError(f"--{field} is required")
+    for field in ("cpu_s", "wall_s", "memory_mib"):
+        if getattr(cfg, field) <= 0:
+            raise UserError(f"--{field} must be above 0")
+    limits = CodeLimits(cpu_s=cfg.cpu_s, wall_s=cfg.wall_s, memory_mib=cfg.memory_mib)
+    problems = load_code_problems(cfg.problems)
+    rows = _read_completions(cfg.input, problems)
+    workers, unsafe = cfg.workers or None, cfg.allow_unsafe_code_execution
+    if cfg.check_canonical:
+        checked = check_canonical(list(problems.values()), workers, limits, unsafe)
+        print(f"canonical solutions: {checked['num_passed']}/{checked['num_problems']} pass (sandbox: {checked['isolation']})", flush=True)
+    started = time.monotonic()
+    grades = grade_code([(row["completion"], problems[str(row["task_id"])]) for row in rows], workers, limits, unsafe)
+    write_jsonl(cfg.output, [{**row, "outcome": g.outcome, "rule": g.rule, "extracted": g.extracted} for row, g in zip(rows, grades)])
+    counts = collections.Counter(grade.outcome for grade in grades)
+    print(f"{len(rows)} completions in {time.monotonic() - started:.1f} s: "
+          + ", ".join(f"{outcome} {counts[outcome]}" for outcome in OUTCOMES), flush=True)
+
+
+if __name__ == "__main__":
+    from config import CodeEvalConfig
+    from utils_run import run_script
+    run_script(main, CodeEvalConfig)
