@@ -50,7 +50,7 @@ ULP_BINS = (-16, 10)       # powers of two: |dw| / ULP in [2^-16, 2^10), with on
 RELATIVE_BINS = (-30, 1)   # |dw| / max(|w|, |w'|) in [2^-30, 2]; it cannot exceed 2
 BF16_MIN_EXPONENT = -126   # of normal numbers; subnormals and zero share the ULP of this binade, 2^-133
 
-STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 NOT_PARAMETERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked)$")  # buffers that old tools saved
 
 DEFINITIONS = {
@@ -344,7 +344,7 @@ def combine(parts: Iterable[Moved]) -> Moved:
 
 def _bit_type(dtype: torch.dtype) -> torch.dtype:
     import torch
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
 def _count(mask: torch.Tensor) -> int:
@@ -369,13 +369,13 @@ def _max_magnitude(x: torch.Tensor) -> float:
 
 
 def _sum_squares(x: torch.Tensor, largest: float) -> float:
-    """Sum of squares of a 1-D block. float32 is enough for 65,536 terms (relative error < 1e-5) inside FLOAT32_SQUARES."""
-    import torch
-    if largest == 0.0:
-        return 0.0
-    if x.dtype == torch.float32 and not FLOAT32_SQUARES[0] < largest < FLOAT32_SQUARES[1]:
+    """Sum of squares of a 1-D block; float32 is enough inside FLOAT32_SQUARES.
+
+    torch.sum adds pairwise and, unlike a BLAS dot, gives the same bits wherever the block lies in memory.
+    """
+    if not FLOAT32_SQUARES[0] < largest < FLOAT32_SQUARES[1]:
         x = x.double()
-    return float(torch.dot(x, x))
+    return float((x * x).sum())
 
 
 def _exponent_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -415,7 +415,7 @@ def update_histogram(base: torch.Tensor, delta: torch.Tensor, largest: torch.Ten
 def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA) -> Moved:
     """Every count of this tool for one block of weights.
 
-    Args:    base, ft: 1-D, same length, any of bfloat16, float16, float32, float64 (also different ones).
+    Args:    base, ft: 1-D, same length, each bfloat16, float16 or float32.
              eta: relative tolerance of the seed formula.
     Returns: Moved. Elements that are not finite at both ends count as changed in every definition and enter no sum.
     Source:  seed formula: arXiv 2511.08567 Def. 2.1-2.2; absolute tolerance: arXiv 2505.11711.
@@ -426,8 +426,7 @@ def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA
     moved = Moved(num_params=base.numel())
     if base.numel() == 0:
         return moved
-    at_least_float32 = torch.promote_types(stored, torch.float32)
-    w, w_new = base.to(at_least_float32), ft.to(at_least_float32)
+    w, w_new = base.float(), ft.float()
     sizes = _max_magnitude(w), _max_magnitude(w_new)
     if not all(map(math.isfinite, sizes)):
         return _measure_nonfinite(base, ft, eta)
@@ -571,7 +570,7 @@ def measure_tensors(base: Checkpoint, ft: Checkpoint, names: list[str], eta: flo
 
 
 def _item_bytes(dtype: str) -> int:
-    return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
+    return {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -619,16 +618,11 @@ def delta_block(moved: Moved) -> dict[str, Any]:
     """Size of the update over finite elements: largest, mean, norms (Frobenius)."""
     finite = moved.num_params - moved.nonfinite_either
     num_moved = moved.changed["exact_stored"] - moved.nonfinite_either
-    total, norm, base_norm = math.fsum(moved.sum_abs), _root(moved.squares), _root(moved.base_squares)
-    block = {"max_abs": moved.max_abs, "mean_abs": total / finite if finite else None,
-             "mean_abs_of_moved": total / num_moved if num_moved else None, "norm": norm, "base_norm": base_norm,
-             "ft_norm": _root(moved.ft_squares), "relative_norm": norm / base_norm if base_norm and norm is not None else None}
-    return block
-
-
-def _root(squares: list[float]) -> float | None:
-    total = math.fsum(squares)
-    return math.sqrt(total) if math.isfinite(total) else None
+    total = math.fsum(moved.sum_abs)
+    norm, base_norm, ft_norm = (math.sqrt(math.fsum(s)) for s in (moved.squares, moved.base_squares, moved.ft_squares))
+    return {"max_abs": moved.max_abs, "mean_abs": total / finite if finite else None,
+            "mean_abs_of_moved": total / num_moved if num_moved else None, "norm": norm, "base_norm": base_norm,
+            "ft_norm": ft_norm, "relative_norm": norm / base_norm if base_norm else None}
 
 
 def _group_block(moved: Moved) -> dict[str, Any]:
@@ -1219,10 +1213,9 @@ def _heat_map(axis: Any, grid: Any, rows: list[str], columns: list[str], label: 
     stride = max(len(columns) // 28, 1)
     axis.set_xticks(range(0, len(columns), stride), columns[::stride])
     if len(columns) <= 16:
-        for (i, j), value in np.ndenumerate(grid):
-            if value is not np.ma.masked:
-                dark = (value - low) < 0.6 * (high - low)
-                axis.text(j, i, format(value, value_format), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+        for i, j in zip(*np.nonzero(~np.ma.getmaskarray(grid))):
+            color = "white" if grid[i, j] - low < 0.6 * (high - low) else "black"
+            axis.text(j, i, format(grid[i, j], value_format), ha="center", va="center", fontsize=8, color=color)
     axis.figure.colorbar(image, ax=axis, label=label)
 
 
@@ -1252,7 +1245,8 @@ def _draw_ulp_histogram(report: dict[str, Any]) -> Any:
     below_half = 1 + sum(edge < 0.5 for edge in histogram["bin_lower_edges"])
     axis.bar(range(len(shares)), shares, color=["0.6"] + ["tab:orange"] * (below_half - 1) + ["tab:blue"] * (len(shares) - below_half))
     axis.axvline(below_half - 0.5, color="black", linestyle="--", linewidth=1)
-    axis.text(below_half - 0.4, max(shares) * 0.95, "half an ULP", fontsize=9, va="top")
+    axis.annotate("half an ULP", (below_half - 0.5, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -3),
+                  textcoords="offset points", va="top", fontsize=9, backgroundcolor=(1, 1, 1, 0.7))
     axis.set_xticks(range(0, len(labels), 2), labels[::2], rotation=45)
     axis.set(xlabel="|w' - w| / ULP of bf16 at w (lower edge of the bin; 0: equal)", ylabel="share of all weights, %",
              title=f"Size of the update on the bf16 grid: {_title(report)}")
@@ -1312,8 +1306,10 @@ def _draw_mask_jaccard(report: dict[str, Any]) -> Any:
 
 def _draw_sparsity_vs_step(report: dict[str, Any]) -> Any:
     points = report["trajectory"]["points"]
-    last = max((p["step"] for p in points if p["step"] is not None), default=0)
-    steps = [last if p["step"] is None else p["step"] for p in points]  # final_model without a step: the newest checkpoint's
+    steps = [p["step"] for p in points if p["step"] is not None]
+    if points[-1]["step"] in (None, *steps[:-1]):  # final_model: the newest checkpoint again, unless it knows a step of its own
+        points = points[:-1] if steps else points
+    steps = [p["step"] or 0 for p in points]
     figure, axes = _new_figure(8, 4.4)
     axis = axes[0, 0]
     for name, style in (("seed_formula_bf16", "o-"), ("seed_formula_stored", "s--"), ("exact_stored", "^:"), ("absolute_1e-5", "x-.")):
