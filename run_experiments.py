@@ -1156,6 +1156,7 @@ def first_look(cfg: ExperimentConfig, jobs: dict[str, Job]) -> None:
         state, reason = judge(cfg, job)
         behind = [n for n in (*job.needs, *job.after) if n in jobs and jobs[n].state != "done"]
         job.state, job.reason = ("waiting", "") if state in ("todo", "done") and behind else (state, reason)
+        job.exit_code = EXIT_DONE if job.state == "done" else None
         if job.stage == "train":
             job.step = last_step(job)
 
