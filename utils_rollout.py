@@ -167,11 +167,8 @@ def check_requests(prompts: list[list[int]], num_samples: int, sampling: Samplin
 class SlotCache:
     """Key/value cache with one slot per position and row: prompt tokens at 0..len-1, generated ones after them, no left padding.
 
-    Speaks the part of transformers' Cache interface that a decoder layer calls (``update``, ``get_seq_length``).
+    Speaks the part of transformers' Cache interface that a decoder layer calls (``update``) and its mask helper asks (lengths).
     """
-
-    is_compileable = False
-    is_sliding: list[bool] = []
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -181,6 +178,9 @@ class SlotCache:
         self.used = 0  # slots that any row uses
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.used
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.used
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -214,13 +214,14 @@ class HFEngine:
     """Samples from a transformers model in this process.
 
     Args: model: causal language model, in the arm's rollout format. tokenizer: names the tokens that exist.
-          batch_size: responses sampled together.
+          batch_size: responses sampled together. follow: master weights by name, which sync() copies into ``model``; None where
+          ``model`` is the trainer's own module.
     """
 
     name = "hf"
 
-    def __init__(self, model: nn.Module, tokenizer, batch_size: int = 256) -> None:
-        self.model, self.batch_size = model, batch_size
+    def __init__(self, model: nn.Module, tokenizer, batch_size: int = 256, follow: dict[str, Tensor] | None = None) -> None:
+        self.model, self.batch_size, self.follow = model, batch_size, follow
         self.device = next(model.parameters()).device
         self.vocabulary_size = model.get_output_embeddings().weight.shape[0]
         self.context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
@@ -237,6 +238,13 @@ class HFEngine:
 
     def weight_dtypes(self) -> Iterable[torch.dtype]:
         return (p.dtype for p in self.model.parameters())
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Take over the trainer's newest weights."""
+        if self.follow is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.follow[name])
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], num_samples: int, sampling: SamplingParams, stream: tuple[int, ...],
@@ -330,3 +338,113 @@ class HFEngine:
             raise WorkError("the sampler's log-probabilities are not finite: the weights hold NaN or infinity")
         return [(tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if flag else "length")
                 for i, (n, flag) in enumerate(zip(ends, flags))]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# vllm engine
+
+# Largest |difference| in nats between the engine's and the trainer's log-probabilities of the probe sequence right after a sync.
+# float32: other kernels, same format (5e-5 measured on a CPU). Low precision: two implementations that round at other places.
+PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+PROBE_LENGTH = 16  # tokens of the fixed sequence
+
+
+class VLLMEngine:
+    """Samples with vLLM in this process; the trainer's weights are streamed into it, and every sync is proven by a probe.
+
+    Args:   path: base model folder or hub id. tokenizer: names the tokens that exist. dtype: weights in the sampler.
+            trainer: module whose weights sync() streams; None in evaluation. max_length: prompt + response tokens.
+    Raises: UserError if vllm is not installed.
+    """
+
+    name = "vllm"
+
+    def __init__(self, path: str, tokenizer, dtype: str, trainer: nn.Module | None = None, gpu_memory_fraction: float = 0.4,
+                 tensor_parallel_size: int = 1, max_length: int = 4096, revision: str | None = None) -> None:
+        import os
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that weights can be handed over
+        if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        try:
+            import vllm
+        except ImportError:
+            raise UserError("--rollout_engine vllm: vllm is not installed; run scripts/setup_env.sh --with-vllm, or use hf") from None
+        self.trainer, self.dtype, self.version = trainer, dtype, vllm.__version__
+        self.llm = vllm.LLM(model=path, revision=revision, tokenizer_revision=revision, dtype=dtype, enforce_eager=True,
+                            generation_config="vllm", logprobs_mode="processed_logprobs", max_model_len=max_length,
+                            gpu_memory_utilization=gpu_memory_fraction, tensor_parallel_size=tensor_parallel_size,
+                            enable_prefix_caching=True, seed=0)
+        config = self.llm.llm_engine.model_config.hf_config
+        self.context = min(max_length, int(config.max_position_embeddings))
+        self.vocabulary_size = int(config.vocab_size)
+        used = set(tokenizer.get_vocab().values())
+        self.unused = [i for i in range(self.vocabulary_size) if i not in used]
+        self.allowed = sorted(used) if self.unused else None
+        ends = {tokenizer.eos_token_id}
+        for source in (config, getattr(trainer, "generation_config", None)):
+            ids = getattr(source, "eos_token_id", None)
+            ends |= set(ids if isinstance(ids, (list, tuple)) else [ids])
+        self.end_ids = sorted(i for i in ends if i is not None)
+        ids = sorted(used)
+        self.probe = [ids[stable_hash("probe", i) % len(ids)] for i in range(PROBE_LENGTH)]
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": self.name, "version": self.version, "torch": torch.__version__, "dtype": self.dtype,
+                "end_token_ids": self.end_ids, "context": self.context}
+
+    def weight_dtypes(self) -> Iterable[torch.dtype]:
+        return self.llm.apply_model(lambda model: sorted({p.dtype for p in model.parameters()}, key=str))[0]
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Stream the trainer's weights into the engine, drop cached prefixes, and prove that the engine follows."""
+        if self.trainer is None:
+            return
+        self.push(self.trainer)
+        self.llm.reset_prefix_cache()
+        self.check_probe()
+
+    def push(self, module: nn.Module) -> None:
+        """Stream the weights of ``module`` tensor by tensor; tied ones once."""
+        weights = ((name, p.detach()) for name, p in module.named_parameters())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+    def check_probe(self) -> float:
+        """Largest |difference| in nats on the probe sequence; WorkError if the engine does not follow the trainer."""
+        from vllm import SamplingParams as VSampling
+        out = self.llm.generate([{"prompt_token_ids": self.probe}], VSampling(max_tokens=1, temperature=1.0, prompt_logprobs=0),
+                                use_tqdm=False)[0]
+        engine = torch.tensor([entry[token].logprob for token, entry in zip(self.probe[1:], out.prompt_logprobs[1:])])
+        device = next(self.trainer.parameters()).device
+        logits = self.trainer(input_ids=torch.tensor([self.probe], device=device), use_cache=False).logits[0, :-1].float()
+        trainer = (logits - torch.logsumexp(logits, -1, keepdim=True)).gather(1, torch.tensor(self.probe[1:], device=device)[:, None])
+        difference = float((engine - trainer[:, 0].cpu()).abs().max())
+        if not difference <= PROBE_TOLERANCE_NATS[self.dtype]:
+            raise WorkError(f"stale rollout engine: after the weight sync its log-probabilities differ from the trainer's by "
+                            f"{difference:.3g} nats (limit {PROBE_TOLERANCE_NATS[self.dtype]})")
+        return difference
+
+    def generate(self, prompts: list[list[int]], num_samples: int, sampling: SamplingParams, stream: tuple[int, ...],
+                 problem_keys: list[int], progress=None) -> Rollouts:
+        """As HFEngine.generate; each response has a seed of its own, hashed from the same indices."""
+        from vllm import SamplingParams as VSampling
+        check_requests(prompts, num_samples, sampling, self.context, self.vocabulary_size)
+        requests, parameters = [], []
+        for prompt, key in zip(prompts, problem_keys, strict=True):
+            for j in range(num_samples):
+                requests.append({"prompt_token_ids": prompt})
+                parameters.append(VSampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=0, min_p=0.0,
+                                            repetition_penalty=1.0, max_tokens=sampling.max_new_tokens, logprobs=0,
+                                            seed=stable_hash("vllm", sampling.seed, *stream, key, j) >> 1,
+                                            stop_token_ids=self.end_ids, allowed_token_ids=self.allowed, detokenize=False))
+        out = Rollouts()
+        for request, answer in zip(requests, self.llm.generate(requests, parameters, use_tqdm=False)):
+            completion = answer.outputs[0]
+            tokens = list(completion.token_ids)
+            out.prompts.append(request["prompt_token_ids"])
+            out.responses.append(tokens)
+            out.logprobs.append([entry[token].logprob for token, entry in zip(tokens, completion.logprobs)])
+            out.finish_reasons.append("stop" if completion.finish_reason == "stop" else "length")
+            if progress:
+                progress(1)
+        return out
