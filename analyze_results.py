@@ -44,7 +44,7 @@ SPARSITY_SUFFIX = "_sparsity"
 NOT_RESULTS = ("base.json", "status.json")
 KL_ZERO = 1e-9  # nats; a KL at or below this is zero up to float32 rounding, and its logarithm means nothing
 
-SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE = "supported", "not_supported", "inconclusive"
+SUPPORTED, NOT_SUPPORTED, INCONCLUSIVE = st.SUPPORTED, st.NOT_SUPPORTED, st.INCONCLUSIVE
 IN_WORDS = {SUPPORTED: "supported", NOT_SUPPORTED: "not supported", INCONCLUSIVE: "inconclusive"}
 
 # What the study's own setting has: Qwen2.5-Math-7B at lr 1e-6 in bf16 masters. A step of 1e-6 registers only where half a bf16 ULP is smaller,
@@ -92,6 +92,7 @@ class Study:
     tasks: list[str]
     on_task: list[str]
     off_task: list[str]
+    noise: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)  # filled by noise_block
 
     def independent(self, arm: str) -> list[Run]:
         """One run per seed (the lowest replicate): runs that differ in the replicate alone share their seed's fate."""
@@ -371,6 +372,13 @@ def describe(values: dict[int, float]) -> dict[str, Any]:
 
 def noise_block(study: Study, arm: str, task: str, which: str) -> dict[str, Any]:
     """Variance between runs with the sampling of answers taken out, for one arm and task. ``which``: scores or kl_scores."""
+    key = (arm, task, which)
+    if key not in study.noise:
+        study.noise[key] = measure_noise(study, arm, task, which)
+    return dict(study.noise[key])
+
+
+def measure_noise(study: Study, arm: str, task: str, which: str) -> dict[str, Any]:
     empty = {"noise_variance": None, "between_run_var": None}
     runs = [r for r in study.independent(arm) if task in r.tasks]
     have = [r for r in runs if task in getattr(r, which)]
@@ -409,13 +417,6 @@ def verdict(kind: str, reason: str) -> dict[str, Any]:
     return {"verdict": kind, "verdict_reason": reason, "overall_supported": kind == SUPPORTED}
 
 
-def combine_verdicts(verdicts: Sequence[str]) -> str:
-    """Supported if all are, not supported if one is not, else inconclusive; nothing at all is inconclusive."""
-    if verdicts and all(v == SUPPORTED for v in verdicts):
-        return SUPPORTED
-    return NOT_SUPPORTED if NOT_SUPPORTED in verdicts else INCONCLUSIVE
-
-
 def paired(x: dict[int, float], y: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Values of the seeds that both arms have, in the same order."""
     common = sorted(set(x) & set(y))
@@ -450,14 +451,15 @@ def on_task_hypothesis(cfg: AnalyzeConfig, study: Study, arm: str, ref: str) -> 
                          **verdict(INCONCLUSIVE, f"{len(x)} and {len(y)} seeds: a test needs two in each arm; descriptive only"))
         else:
             tost = st.tost_welch(a, b, cfg.margin, cfg.alpha)
-            above = {name: {"p_above": st.mean_above(v), "p_below": st.mean_above(-v)} for name, v in ((ref, b), (arm, a))}
+            named = {ref: b, arm: a}
+            above = {name: {"p_above": st.mean_above(v), "p_below": st.mean_above(-v)} for name, v in named.items()}
             block.update(equivalence=finite(tost, "no spread in either arm"), above_zero=above, paired=paired_means(x, y, cfg.margin, cfg.alpha),
-                         **mean_verdict(cfg, tost, above))
+                         **mean_verdict(cfg, tost, named))
         block["verification"] = on_task_point_rules(cfg, block, ref, arm)
         block["supported"] = block["overall_supported"]
         tasks[task] = block
     kinds = [t["verdict"] for t in tasks.values()]
-    overall = combine_verdicts(kinds)
+    overall = st.all_of(kinds)
     reason = "; ".join(f"{n}: {t['verdict_reason']}" for n, t in tasks.items()) or f"no on-task result ({', '.join(cfg.on_task)})"
     rules = [t["verification"] for t in tasks.values()]
     return {"statement": f"on-task performance does not depend on the arm ({arm} against {ref})", "tasks": tasks,
@@ -466,20 +468,25 @@ def on_task_hypothesis(cfg: AnalyzeConfig, study: Study, arm: str, ref: str) -> 
             "num_tasks_supported": kinds.count(SUPPORTED), "total_tasks": len(kinds), **verdict(overall, reason)}
 
 
-def mean_verdict(cfg: AnalyzeConfig, tost: dict[str, float], above: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Verdict of H1 on one task."""
-    interval = f"difference {tost['difference']:+.4f}, {100 * (1 - 2 * cfg.alpha):.0f} % interval {tost['low']:+.4f} to {tost['high']:+.4f}"
-    negative = [name for name, p in above.items() if p["p_below"] < cfg.alpha]
-    unshown = [name for name, p in above.items() if not p["p_above"] < cfg.alpha]
-    if negative:
-        return verdict(NOT_SUPPORTED, f"the mean of {' and '.join(negative)} is below 0")
-    if tost["low"] > cfg.margin or tost["high"] < -cfg.margin:
-        return verdict(NOT_SUPPORTED, f"{interval}, wholly outside the margin of {cfg.margin:g}")
-    if not tost["p_value"] < cfg.alpha:
-        return verdict(INCONCLUSIVE, f"{interval}, not inside the margin of {cfg.margin:g}")
-    if unshown:
-        return verdict(INCONCLUSIVE, f"equal within {cfg.margin:g} ({interval}), but the mean of {' and '.join(unshown)} is not shown to be above 0")
-    return verdict(SUPPORTED, f"{interval}, inside the margin of {cfg.margin:g}; both means above 0")
+def mean_verdict(cfg: AnalyzeConfig, tost: dict[str, float], arms: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Verdict of H1 on one task, in words."""
+    kind = st.decide_equal_means(tost, list(arms.values()), cfg.margin, cfg.alpha)
+    size = (f"difference {tost['difference']:+.4f}, {100 * (1 - 2 * cfg.alpha):.0f} % interval {tost['low']:+.4f} to {tost['high']:+.4f}, "
+            f"{position(tost, cfg.margin)} the margin of {cfg.margin:g}")
+    negative = [name for name, v in arms.items() if st.mean_above(-v) < cfg.alpha]
+    unshown = [name for name, v in arms.items() if not st.mean_above(v) < cfg.alpha]
+    if kind == NOT_SUPPORTED and negative:
+        return verdict(kind, f"the mean of {' and '.join(negative)} is below 0; {size}")
+    if kind == INCONCLUSIVE and unshown:
+        return verdict(kind, f"{size}; the mean of {' and '.join(unshown)} is not shown to be above 0")
+    return verdict(kind, f"{size}; both means above 0" if kind == SUPPORTED else size)
+
+
+def position(tost: dict[str, float], margin: float) -> str:
+    """Where the interval lies: inside, outside, or not inside the margin."""
+    if tost["low"] > margin or tost["high"] < -margin:
+        return "wholly outside"
+    return "inside" if -margin < tost["low"] and tost["high"] < margin else "not inside"
 
 
 def paired_means(x: dict[int, float], y: dict[int, float], margin: float, alpha: float) -> dict[str, Any]:
@@ -545,7 +552,7 @@ def spread_of_task(cfg: AnalyzeConfig, x: dict[int, float], y: dict[int, float],
     block: dict[str, Any] = {"permutation": {"p_value": None}, "variance_ratio": None}
     if min(len(x), len(y)) < 2:
         return {**block, "variance_test": {"f_statistic": None, "p_value": None, "reason": "fewer than two seeds in an arm"},
-                "bf16_var_larger": None}
+                "point_rule_larger": None}
     a, b = np.array(list(x.values())), np.array(list(y.values()))
     f = st.f_test(a, b)
     va, vb = st.sample_variance(a), st.sample_variance(b)
@@ -599,11 +606,8 @@ def family_spread_verdict(cfg: AnalyzeConfig, joint: dict[str, Any], ratio: dict
     if ratio["estimate"] is None:
         return verdict(INCONCLUSIVE, f"{p}, but no task has spread in both arms, so there is no ratio to bound")
     size = f"mean variance ratio {ratio['ratio']:.2f}, one-sided 95 % bounds {ratio['ratio_lower_bound']:.2f} and {ratio['ratio_upper_bound']:.2f}"
-    if joint["p_value"] < cfg.alpha and ratio["lower_bound"] > 0:
-        return verdict(SUPPORTED, f"{p}; {size}")
-    if ratio["upper_bound"] < math.log(cfg.ratio_margin):
-        return verdict(NOT_SUPPORTED, f"{size}: below {cfg.ratio_margin:g}; {p}")
-    return verdict(INCONCLUSIVE, f"{p}; {size}")
+    kind = st.decide_spread(joint["p_value"], joint["smallest_p"], ratio["lower_bound"], ratio["upper_bound"], cfg.alpha, cfg.ratio_margin)
+    return verdict(kind, f"{size}: below {cfg.ratio_margin:g}; {p}" if kind == NOT_SUPPORTED else f"{p}; {size}")
 
 
 def off_task_hypothesis(cfg: AnalyzeConfig, study: Study, arm: str, ref: str) -> dict[str, Any]:
@@ -693,8 +697,8 @@ def kl_hypothesis(cfg: AnalyzeConfig, study: Study, arm: str, ref: str) -> dict[
         family["tasks"][t] = {ref: kl_describe(study, ref, t, y, key), arm: kl_describe(study, arm, t, x, key),
                               "measure": key, "scale": scale, "scale_reason": why, **block}
     on_kinds = [t["verdict"] for t in on.values() if t[ref]["n"] and t[arm]["n"]]
-    on_verdict = combine_verdicts(on_kinds)
-    overall = combine_verdicts([on_verdict, family["verdict"]])
+    on_verdict = st.all_of(on_kinds)
+    overall = st.all_of([on_verdict, family["verdict"]])
     on_reason = "; ".join(f"{n}: {t['verdict_reason']}" for n, t in on.items()) or "no on-task KL"
     off_part = {k: v for k, v in family.items() if k != "tasks"}
     point = spread_point_rule(family["tasks"])
@@ -822,6 +826,44 @@ def factorial(study: Study) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Power
+
+POWER_RATIOS = (2.0, 5.0, 20.0)
+POWER_CURVE_SEEDS = (3, 4, 5, 6, 8, 10, 14, 20)
+USUAL_CORRELATION = 0.3  # between tasks of one run, where too few runs are there to estimate it
+POWER_CORRELATIONS = (0.0, 0.3, 0.6, 0.9)  # grid, so that comparisons share their simulations
+
+
+def power_block(cfg: AnalyzeConfig, study: Study, arm: str, ref: str, h2: dict[str, Any]) -> dict[str, Any]:
+    """What this many seeds could have found, and how many would be needed (80 % power, level alpha)."""
+    n, m = len(study.independent(arm)), len(study.independent(ref))
+    tasks = len(h2["tasks"])
+    estimated = h2["mean_log_variance_ratio"].get("correlation")
+    correlation = min(POWER_CORRELATIONS, key=lambda c: abs(c - (USUAL_CORRELATION if estimated is None else estimated)))
+    on_task = {}
+    for task in study.on_task:
+        x, y = (np.array(list(study.values(name, task, "delta_j").values())) for name in (arm, ref))
+        if min(x.size, y.size) < 2:
+            on_task[task] = {"smallest_difference": None, "reason": "fewer than two seeds in an arm"}
+            continue
+        sd = math.sqrt(st.sample_variance(x)), math.sqrt(st.sample_variance(y))
+        on_task[task] = {"sd": list(sd), "smallest_difference": st.smallest_difference(*sd, x.size, y.size, cfg.alpha),
+                         "smallest_margin": st.smallest_margin(*sd, x.size, y.size, cfg.alpha),
+                         "power_at_margin": st.tost_power(cfg.margin, *sd, x.size, y.size, cfg.alpha),
+                         "seeds_for_margin": st.seeds_for_margin(cfg.margin, *sd, cfg.alpha)}
+    one_task = {"smallest_ratio": st.smallest_ratio_f(n, m, cfg.alpha), "smallest_p": st.smallest_attainable_p(n, m, cfg.num_resamples),
+                "seeds_for_ratio": {f"{r:g}": st.seeds_for_ratio_f(r, cfg.alpha) for r in POWER_RATIOS}}
+    joint: dict[str, Any] = {"tasks": tasks, "correlation": correlation, "correlation_estimated": estimated}
+    if tasks:
+        joint.update(smallest_ratio=st.smallest_spread_ratio(n, m, tasks, correlation, cfg.alpha),
+                     power={f"{r:g}": st.spread_rule_power(r, n, m, tasks, correlation, cfg.alpha) for r in POWER_RATIOS},
+                     seeds_for_ratio={f"{r:g}": st.seeds_for_spread_ratio(r, tasks, correlation, cfg.alpha) for r in POWER_RATIOS})
+    return {"seeds": [n, m], "on_task_means": on_task, "spread_of_one_task_f_test": finite(one_task, "fewer than two seeds in an arm"),
+            "spread_over_off_task": finite(joint, "no ratio can be found with this many seeds"),
+            "measured_size": st.measured_size(n, m, cfg.alpha) or {"reason": "fewer than three seeds in an arm"}}
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # The whole analysis
 
 def comparisons(study: Study, reference: str) -> list[tuple[str, str]]:
@@ -839,6 +881,10 @@ def analyse(cfg: AnalyzeConfig, study: Study) -> dict[str, Any]:
     for arm, ref in pairs:
         blocks[f"{ref}:{arm}"] = {"arm": arm, "reference": ref, "hypothesis_1": on_task_hypothesis(cfg, study, arm, ref),
                                   "hypothesis_2": off_task_hypothesis(cfg, study, arm, ref), "hypothesis_3": kl_hypothesis(cfg, study, arm, ref)}
+    for name in (f"{cfg.reference}:bf16", "bf16_mixed:bf16") if f"{cfg.reference}:bf16" in blocks else list(blocks)[:1]:
+        if name in blocks:
+            b = blocks[name]
+            b["power"] = power_block(cfg, study, b["arm"], b["reference"], b["hypothesis_2"])
     # The seed's bundle first; where it is not there, the first comparison that is.
     primary = f"{cfg.reference}:bf16" if f"{cfg.reference}:bf16" in blocks else next(iter(blocks), None)
     result: dict[str, Any] = {
@@ -943,6 +989,7 @@ def scientific(value: float | None) -> str:
 # Okabe and Ito's palette, readable with every common colour blindness; arms differ by marker too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), "-.")  # curves that coincide stay visible: the gaps of one show the other
 PNG_DPI = 130
 LABEL_CHARS = 22  # longer arm and task names are wrapped at + _ - so that labels stay beside their mark
 
@@ -998,8 +1045,13 @@ def grouped_axis(ax: Any, study: Study, tasks: Sequence[str]) -> Callable[[int, 
     ax.set_xlim(-0.5, len(tasks) - 0.5)
     for i in range(1, len(tasks)):
         ax.axvline(i - 0.5, color="0.88", lw=0.8, zorder=0)
-    offsets = np.linspace(-0.32, 0.32, len(study.arms)) if len(study.arms) > 1 else np.zeros(1)
-    return lambda i, arm: i + float(offsets[study.arms.index(arm)])
+    step = arm_step(study)
+    return lambda i, arm: i + step * (study.arms.index(arm) - (len(study.arms) - 1) / 2)
+
+
+def arm_step(study: Study) -> float:
+    """Distance between neighbouring arms within a task's group, in units of the group's width."""
+    return min(0.24, 0.8 / len(study.arms))
 
 
 def group_width(study: Study, tasks: Sequence[str]) -> float:
@@ -1011,7 +1063,7 @@ def legend_below(fig: Any, ax: Any) -> None:
     unique = dict(zip(labels, handles))
     if unique:
         longest = max(len(line) for label in unique for line in label.split("\n"))
-        columns = max(1, min(len(unique), int(fig.get_figwidth() * 10 / (longest + 8))))
+        columns = max(1, min(len(unique), int(fig.get_figwidth() * 12 / (longest + 8))))
         fig.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
@@ -1028,7 +1080,7 @@ def plot_points(study: Study, tasks: Sequence[str], key: str, title: str, unit: 
             if not values.size:
                 continue
             x, look = at(i, arm), style(study.arms, arm)
-            jitter = np.linspace(-0.05, 0.05, values.size) if values.size > 1 else np.zeros(1)
+            jitter = np.linspace(-0.3, 0.3, values.size) * arm_step(study) if values.size > 1 else np.zeros(1)
             ax.plot(x + jitter, values, ls="", ms=4, alpha=0.45, mew=0, **look)
             scale = np.log(values) if log else values
             low, high = st.mean_interval(scale)
@@ -1050,7 +1102,7 @@ def plot_points(study: Study, tasks: Sequence[str], key: str, title: str, unit: 
 def plot_delta_j(study: Study) -> Any:
     seeds = max(len(study.independent(a)) for a in study.arms)
     return plot_points(study, study.tasks, "delta_j", "Change of score after training: each small mark a seed, large mark the mean"
-                       + (",\nbar its 95 % interval" if seeds > 1 else " (one seed: no interval)"), "dJ, change of avg@k (share of answers correct)", log=False)
+                       + (",\nbar its 95 % interval" if seeds > 1 else " (one seed: no interval)"), "dJ, change of avg@k\n(share of answers correct)", log=False)
 
 
 def plot_kl(study: Study) -> Any | None:
@@ -1058,7 +1110,7 @@ def plot_kl(study: Study) -> Any | None:
     def has(key: str) -> list[str]:
         return [t for t in study.tasks if any(study.values(a, t, key) for a in study.arms)]
     exact = has("kl_exact_per_token")
-    key, unit = ("kl_exact_per_token", "KL(trained || base), nats per token") if exact else ("avg_kl", "KL(trained || base), nats per sequence")
+    key, unit = ("kl_exact_per_token", "KL(trained || base)\nnats per token") if exact else ("avg_kl", "KL(trained || base)\nnats per sequence")
     tasks = exact or has("avg_kl")
     return plot_points(study, tasks, key, "Distance from the base policy (geometric mean and 95 % interval)", unit, log=True) if tasks else None
 
@@ -1085,7 +1137,8 @@ def plot_variance(study: Study) -> Any:
             drawn.append(variance)
             noise = noise_block(study, arm, task, "scores")["noise_variance"]
             if noise:
-                ax.plot([x - 0.09, x + 0.09], [noise, noise], color="black", lw=1.6, label="evaluation noise alone", zorder=4)
+                half = 0.35 * arm_step(study)
+                ax.plot([x - half, x + half], [noise, noise], color="black", lw=1.6, label="evaluation noise alone", zorder=4)
                 drawn.append(noise)
     if drawn:
         ax.set_yscale("log")
@@ -1096,7 +1149,7 @@ def plot_variance(study: Study) -> Any:
     else:
         ax.set_yticks([])
         ax.text(0.5, 0.5, "no spread to show: every arm has one seed, or identical values", transform=ax.transAxes, ha="center")
-    ax.set_ylabel("variance of dJ between seeds (ddof 1)")
+    ax.set_ylabel("variance of dJ between seeds\n(ddof 1)")
     ax.set_title("Spread between seeds (bar: 95 % interval for normal values)", fontsize=11)
     legend_below(fig, ax)
     return fig
@@ -1125,7 +1178,7 @@ def plot_decomposition(study: Study, components: dict[str, Any]) -> Any | None:
     fig, axes = new_figure(study, group_width(study, study.tasks), 4.4)
     ax = axes[0, 0]
     at = grouped_axis(ax, study, study.tasks)
-    width = 0.56 / max(1, len(study.arms) - 1) if len(study.arms) > 1 else 0.4
+    width = 0.8 * arm_step(study)
     for i, arm, shares in bars:
         bottom = 0.0
         for part, colour in zip(parts, colours.values()):
@@ -1137,7 +1190,7 @@ def plot_decomposition(study: Study, components: dict[str, Any]) -> Any | None:
         ax.plot([at(i, arm)], [104], ls="", ms=6, color=COLOURS[index % len(COLOURS)], marker=MARKERS[index % len(MARKERS)], label=wrapped(arm), clip_on=False)
     ax.set_ylim(0, 109)
     ax.set_yticks(range(0, 101, 25))
-    ax.set_ylabel("share of the variance of dJ between runs (%)")
+    ax.set_ylabel("share of the variance of dJ\nbetween runs (%)")
     ax.set_title("Where the spread comes from (estimates below zero drawn as zero; marks on top: arm)", fontsize=11)
     legend_below(fig, ax)
     return fig
@@ -1158,7 +1211,7 @@ def draw_curves(ax: Any, study: Study, key: str) -> bool:
     """Each seed thin, each arm's mean thick (over the steps every seed has). Returns whether there was anything to draw."""
     drawn = False
     for arm in study.arms:
-        colour = style(study.arms, arm)["color"]
+        colour, dashes = style(study.arms, arm)["color"], LINES[study.arms.index(arm) % len(LINES)]
         lines = [c for r in study.independent(arm) if (c := curve(r, key))[0].size]
         for steps, values in lines:
             ax.plot(steps, values, color=colour, lw=0.7, alpha=0.4)
@@ -1166,7 +1219,7 @@ def draw_curves(ax: Any, study: Study, key: str) -> bool:
             common = np.array(sorted(set.intersection(*(set(s) for s, _ in lines))))
             mean = np.mean([v[np.isin(s, common)] for s, v in (dedupe(*line) for line in lines)], axis=0)
             dots = "o" if common.size == 1 else ""
-            ax.plot(common, mean, color=colour, lw=2, marker=dots, label=wrapped(arm))
+            ax.plot(common, mean, color=colour, lw=2, ls=dashes, marker=dots, label=wrapped(arm))
             drawn = True
     return drawn
 
@@ -1215,6 +1268,37 @@ def plot_lost_updates(study: Study) -> Any | None:
     return fig
 
 
+def plot_power(cfg: AnalyzeConfig, result: dict[str, Any]) -> Any | None:
+    """Left: power of the rule of H2 against seeds. Right: power of showing equal on-task means within the margin, at the spread found."""
+    primary = result["primary_comparison"]
+    block = result["comparisons"][primary]["power"] if primary else None
+    joint = block["spread_over_off_task"] if block else None
+    if not joint or not joint["tasks"]:
+        return None
+    study = Study([], [], result["synthetic_data"], [], [], [], [])
+    fig, axes = new_figure(study, 10, 3.9, 1, 2)
+    left, right = axes[0]
+    for i, ratio in enumerate(POWER_RATIOS):
+        curve_y = [100 * st.spread_rule_power(ratio, n, n, joint["tasks"], joint["correlation"], cfg.alpha) for n in POWER_CURVE_SEEDS]
+        left.plot(POWER_CURVE_SEEDS, curve_y, color=COLOURS[i], marker=MARKERS[i], ms=5, label=f"variance ratio {ratio:g}")
+    left.set_title(f"H2 over {joint['tasks']} off-task benchmarks\n(normal values, correlation {joint['correlation']:g} between tasks)", fontsize=10)
+    seeds = np.arange(2, 21)
+    for i, (task, t) in enumerate(block["on_task_means"].items()):
+        if t.get("sd"):
+            right.plot(seeds, [100 * st.tost_power(cfg.margin, *t["sd"], int(n), int(n), cfg.alpha) for n in seeds], color=COLOURS[3 + i % 4],
+                       marker=MARKERS[3 + i % 4], ms=4, label=f"equal means on {wrapped(task)} (sd {t['sd'][1]:.3f} and {t['sd'][0]:.3f})")
+    right.set_title(f"H1: equal means shown to be equal within {cfg.margin:g}\n(at the spread found between these seeds)", fontsize=10)
+    for ax in (left, right):
+        ax.axhline(100 * st.POWER, color="0.5", ls="--", lw=1)
+        ax.axvline(min(block["seeds"]), color="0.5", ls=":", lw=1.5, label=f"seeds of this study ({min(block['seeds'])})")
+        ax.set_ylim(-3, 103)
+        ax.set_xlabel("seeds in each arm")
+        ax.set_ylabel("power (%)")
+        ax.set_xticks(range(2, 21, 2))
+        ax.legend(fontsize=8, loc="lower right", framealpha=0.9)
+    return fig
+
+
 def plot_sparsity(study: Study) -> Any | None:
     rows = {a: [number(r.sparsity["sparsity"]["sparsity_percent"]) for r in study.runs if r.arm == a and r.sparsity] for a in study.arms}
     rows = {a: v for a, v in rows.items() if v}
@@ -1236,6 +1320,9 @@ def plot_sparsity(study: Study) -> Any | None:
     return fig
 
 
+NEED_NO_TASK = ("training_curves", "sparsity_comparison", "lost_updates", "power")
+
+
 def make_plots(cfg: AnalyzeConfig, study: Study, result: dict[str, Any], folder: Path) -> dict[str, str]:
     """Draw every plot that the data allow. Returns file name -> caption; what could not be drawn is added to ``study.missing``."""
     drawings: list[tuple[str, Callable[[], Any], str, str]] = [
@@ -1247,10 +1334,11 @@ def make_plots(cfg: AnalyzeConfig, study: Study, result: dict[str, Any], folder:
         ("training_curves", lambda: plot_training(study), "Training curves: seeds thin, mean of the arm thick.", "no training log was found"),
         ("sparsity_comparison", lambda: plot_sparsity(study), "Share of weights that did not change.", "no sparsity file was found"),
         ("lost_updates", lambda: plot_lost_updates(study), "Updates that rounding undid.", "no training log records lost updates"),
+        ("power", lambda: plot_power(cfg, result), "What this many seeds could have found (dashed: 80 %).", "nothing to compare"),
     ]
     captions: dict[str, str] = {}
     for name, draw, caption, why_not in drawings:
-        fig = draw() if study.tasks or name in ("training_curves", "sparsity_comparison", "lost_updates") else None
+        fig = draw() if study.tasks or name in NEED_NO_TASK else None
         if fig is None:
             study.missing.append(f"plot {name}: {why_not or 'no task to show'}")
         else:
@@ -1295,8 +1383,14 @@ def report_blocks(cfg: AnalyzeConfig, study: Study, result: dict[str, Any], capt
         rule = b["hypothesis_2"]["verification"]
         blocks.append(("p", f"Older rule, shown beside: variance larger in {rule['num_tasks_variance_larger']} of {rule['total_tasks']} tasks "
                             f"({rule['rules']})."))
-    blocks += [("h", 2, "KL to the base policy"), *images(captions, "kl_comparison"), ("table", *kl_table(study, result))]
+        interaction = b["hypothesis_2"]["against_on_task"]["interaction"]
+        if interaction["estimate"] is not None:
+            blocks.append(("p", f"Variance ratio off-task over variance ratio on-task: {math.exp(interaction['estimate']):.2f} "
+                                f"(95 % interval {math.exp(interaction['low']):.2f} to {math.exp(interaction['high']):.2f})."))
+    blocks.append(("p", regime_sentence(result)))
+    blocks += [("h", 2, "KL to the base policy"), *images(captions, "kl_comparison"), ("table", *kl_table(study, result)), ("p", regime_sentence(result))]
     blocks += extra_tables(result)
+    blocks += power_report(cfg, result, captions)
     blocks += [("h", 2, "Weights and training"), *images(captions, "sparsity_comparison", "lost_updates", "training_curves")]
     blocks += [("h", 2, "What is missing"), ("list", study.missing) if study.missing else ("p", "Nothing: every run has every task.")]
     settings = {**result["settings"], **{f"version of {k}": v for k, v in result["versions"].items()},
@@ -1377,6 +1471,38 @@ def kl_table(study: Study, result: dict[str, Any]) -> tuple[list[str], list[list
             rows.append([task + (" (on-task)" if task in study.on_task else ""), arm, str(max(exact["n"], plain["n"])), scientific(exact["mean"]),
                          scientific(exact.get("sample_var")), scientific(plain["mean"]), scientific(plain.get("sample_var"))])
     return ["task", "arm", "seeds", "exact KL, nats per token", "its variance", "avg_kl, nats per sequence", "its variance"], rows
+
+
+def power_report(cfg: AnalyzeConfig, result: dict[str, Any], captions: dict[str, str]) -> list[Block]:
+    """What these seeds could have found, in words and one table."""
+    blocks: list[Block] = [("h", 2, "What these seeds could have found"), *images(captions, "power")]
+    rows, sizes = [], []
+    def seeds(found: dict[str, int | None], ratio: str) -> str:
+        return str(found[ratio]) if found.get(ratio) else "more than tried"
+    for b in ordered_comparisons(result):
+        if "power" not in b:
+            continue
+        name, p = f"{b['arm']} against {b['reference']}", b["power"]
+        for task, t in p["on_task_means"].items():
+            if t["smallest_difference"] is not None:
+                rows.append([name, f"difference of means on {task}", f"{t['smallest_difference']:.4f}",
+                             f"{t['seeds_for_margin'] or f'more than {st.MAX_SEEDS}'} seeds to show equality within {cfg.margin:g}", "-"])
+        one, joint = p["spread_of_one_task_f_test"], p["spread_over_off_task"]
+        rows.append([name, "variance ratio of one task (F test)", scientific(one["smallest_ratio"]),
+                     f"ratio 2: {seeds(one['seeds_for_ratio'], '2')}, ratio 5: {seeds(one['seeds_for_ratio'], '5')} seeds", scientific(one["smallest_p"])])
+        if joint["tasks"]:
+            rows.append([name, f"variance ratio over {joint['tasks']} off-task benchmarks (rule of H2)", scientific(joint["smallest_ratio"]),
+                         f"ratio 2: {seeds(joint['seeds_for_ratio'], '2')}, ratio 5: {seeds(joint['seeds_for_ratio'], '5')} seeds", scientific(one["smallest_p"])])
+        for kind, size in p["measured_size"].items():
+            if isinstance(size, dict):
+                sizes.append([name, kind, *(f"{100 * size[k]:.1f}" for k in ("f_test", "brown_forsythe", "permutation", "bootstrap"))])
+    if rows:
+        blocks.append(("table", ["comparison", "effect", "smallest found with 80 % power", "needed in each arm", "smallest permutation p"], rows))
+    if sizes:
+        blocks += [("p", f"How often each test calls equal variances different at level {cfg.alpha:g} with this many seeds (simulated, %; right is "
+                         f"{100 * cfg.alpha:g} or less)."),
+                   ("table", ["comparison", "data", "F test", "Brown-Forsythe", "permutation", "bootstrap"], sizes)]
+    return blocks
 
 
 def extra_tables(result: dict[str, Any]) -> list[Block]:
