@@ -378,7 +378,7 @@ def ulp(x: Tensor) -> Tensor:
     mantissa_bits, min_exponent = {torch.float32: (23, -149), torch.bfloat16: (7, -133), torch.float16: (10, -24)}[x.dtype]
     _, exponent = torch.frexp(x.float())  # x = m 2^exponent, m in [0.5, 1); (0, 0) for zero
     exponent = torch.where(x == 0, min_exponent, (exponent - 1 - mantissa_bits).clamp(min=min_exponent))
-    return torch.ldexp(torch.ones((), device=x.device), exponent)
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
 # --------------------------------------------------------------------------------------------------------------------
