@@ -227,21 +227,19 @@ def _head_statistics(policy_head, ref_head, policy_hidden, ref_hidden, targets, 
     vocab_size, ref_size = policy_head.weight.shape[0], ref_head.weight.shape[0]
     if vocab_size != ref_size:
         raise ValueError(f"policy and reference have vocabularies of {vocab_size} and {ref_size} entries")
-    # two sets of logits and the temporaries of their comparison live at once: half the tokens
-    chunk = chunk_tokens or chunk_size(vocab_size, policy_hidden.device, share=0.5)
-    kl, logprobs, ref_logprobs = [], [], []
+    chunk = chunk_tokens or chunk_size(vocab_size, policy_hidden.device)
+    kl, logprobs, ref_logprobs = (torch.zeros(len(policy_hidden), device=policy_hidden.device) for _ in range(3))
     for start in range(0, len(policy_hidden), chunk):
         window = slice(start, start + chunk)
         log_p, log_q = policy_head(policy_hidden[window]).float(), ref_head(ref_hidden[window]).float()  # (C, V)
-        log_p = log_p - torch.logsumexp(log_p, dim=-1, keepdim=True)
-        log_q = log_q - torch.logsumexp(log_q, dim=-1, keepdim=True)
+        log_p = log_p.sub_(torch.logsumexp(log_p, dim=-1, keepdim=True))
+        log_q = log_q.sub_(torch.logsumexp(log_q, dim=-1, keepdim=True))
         if targets is not None:
             chosen = targets[window, None]
-            logprobs.append(log_p.gather(-1, chosen).squeeze(-1))
-            ref_logprobs.append(log_q.gather(-1, chosen).squeeze(-1))
-        kl.append(_kl_of_log_distributions(log_p, log_q))
-    join = lambda parts: torch.cat(parts) if parts else policy_hidden.new_zeros(0, dtype=torch.float32)  # noqa: E731
-    return join(kl), join(logprobs), join(ref_logprobs)
+            logprobs[window] = log_p.gather(-1, chosen).squeeze(-1)
+            ref_logprobs[window] = log_q.gather(-1, chosen).squeeze(-1)
+        kl[window] = _kl_of_log_distributions(log_p, log_q)
+    return kl, logprobs, ref_logprobs
 
 
 def _kl_of_log_distributions(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -251,7 +249,8 @@ def _kl_of_log_distributions(log_p: Tensor, log_q: Tensor) -> Tensor:
     as d^2 / 2 and not as d: in float32 the first form has noise near 1e-6 nats, as large as the KL of a hardly moved model.
     """
     x, p = log_q - log_p, log_p.exp()
-    terms = torch.where(x.abs() < SERIES_LIMIT, p * _expm1_minus_series(x), log_q.exp() - p - p * x)
+    # q - p - p x, and not p (exp(x) - 1 - x): where p underflows, exp(x) may overflow, and 0 * inf is no number
+    terms = torch.where(x.abs() < SERIES_LIMIT, p * _expm1_minus_series(x), log_q.exp().sub_(p).sub_(p * x))
     return terms.clamp_min_(0.0).sum(dim=-1)
 
 
