@@ -30,14 +30,17 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help is insta
     import numpy as np
     import torch
 
-DEFAULT_ETA = 1e-3         # relative; any value below 2^-8 makes the seed formula equal to bit equality on bf16 values
-BF16_MIN_RELATIVE_GAP = 2.0 ** -8  # smallest |a - b| / max(|a|, |b|) of two different normal bf16 numbers (hit at powers of two)
+# Relative. Two different bf16 numbers are at least 2^-8 of the larger apart (hit at powers of two), so with any eta below that the
+# seed formula is inequality of values there.
+DEFAULT_ETA = 1e-3
 ABSOLUTE_TOLERANCE = 1e-5  # Mukherjee et al., arXiv 2505.11711
 CHUNK_BYTES = 64 << 20     # of one end; a unit of work and of the progress bar
 BLOCK_ELEMENTS = 1 << 16   # float32 temporaries of one block (256 KiB each) stay in a core's cache
 CUDA_BLOCK_ELEMENTS = 1 << 22  # fewer, larger kernels
-# Below this magnitude squares of float32 vanish, above it their sums overflow; blocks outside are measured in float64.
-FLOAT32_SQUARES = (1e-12, 1e15)
+# Between these, the float32 sum of squares of a block neither overflowed nor lost terms that matter; else float64 is used.
+FLOAT32_SQUARES = (1e-20, 1e30)
+FLOAT32_DOUBT = 2.0 ** -20     # relative; float32 quotients this close to a threshold are decided in float64
+FLOAT32_SMALLEST = 2.0 ** -149
 
 # Geometry
 EXACT_SVD_MAX_DIM = 1024   # smaller side; a 1024 x 4096 float64 SVD takes seconds on two cores, the cost grows with the cube
@@ -347,35 +350,22 @@ def _bit_type(dtype: torch.dtype) -> torch.dtype:
     return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
 
-def _count(mask: torch.Tensor) -> int:
-    import torch
-    return int(torch.count_nonzero(mask))
+def _comparable(x: torch.Tensor) -> Any:
+    """``x`` itself on CUDA, its numpy view on CPU, where numpy compares and counts 5 to 10 times faster than torch (measured)."""
+    return x.numpy() if x.device.type == "cpu" else x
 
 
-def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Indices of True. On CPU through numpy, which is 5 to 8 times faster than torch.nonzero here."""
+def _count(mask: Any) -> int:
+    """Number of True in a numpy or torch mask."""
+    import numpy as np
+    return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else int(mask.sum())
+
+
+def _positions(mask: Any) -> torch.Tensor:
+    """Indices of True in a 1-D numpy or torch mask."""
     import numpy as np
     import torch
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().squeeze(1)
-
-
-def _max_magnitude(x: torch.Tensor) -> float:
-    """Largest |x|; NaN or infinity if there is one."""
-    import torch
-    low, high = torch.aminmax(x)
-    return float(torch.maximum(-low, high))
-
-
-def _sum_squares(x: torch.Tensor, largest: float) -> float:
-    """Sum of squares of a 1-D block; float32 is enough inside FLOAT32_SQUARES.
-
-    torch.sum adds pairwise and, unlike a BLAS dot, gives the same bits wherever the block lies in memory.
-    """
-    if not FLOAT32_SQUARES[0] < largest < FLOAT32_SQUARES[1]:
-        x = x.double()
-    return float((x * x).sum())
+    return torch.from_numpy(np.flatnonzero(mask)) if isinstance(mask, np.ndarray) else mask.nonzero().squeeze(1)
 
 
 def _exponent_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -386,29 +376,38 @@ def _exponent_bits(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x.view(torch.int64) >> 52, 1023
 
 
-def update_histogram(base: torch.Tensor, delta: torch.Tensor, largest: torch.Tensor) -> np.ndarray | None:
+def count_above(estimate: torch.Tensor, threshold: float, exact: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """How many elements exceed ``threshold``, decided in float64 where float32 could be wrong.
+
+    Args:    estimate: 1-D, float32 or float64, with a relative error below FLOAT32_DOUBT / 2. threshold: 0 or more.
+             exact: maps positions of doubtful elements to a mask of those that exceed it, computed in float64.
+    """
+    values = _comparable(estimate)
+    surely = values > threshold * (1 + FLOAT32_DOUBT)
+    possibly = values >= threshold * (1 - FLOAT32_DOUBT) if threshold else values > 0
+    count = _count(surely)
+    if count != _count(possibly):
+        count += _count(exact(_positions(surely ^ possibly)))
+    return count
+
+
+def update_histogram(size: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor) -> np.ndarray:
     """Joint histogram of |dw| in bf16 ULPs of w and of |dw| / max(|w|, |w'|), in powers of two.
 
-    Args:    base: w. delta: |w' - w|. largest: max(|w|, |w'|). All 1-D, finite, float32 or float64.
+    Args:    size: |w|. delta: |w' - w|. relative: delta / max(|w|, |w'|). All 1-D, finite, float32 or float64, delta not subnormal.
     Returns: int64 (ULP bins + 2, relative bins + 1); the first bin of each axis is "below" and holds delta == 0 as well.
-             None if float32 is too narrow for a delta here (subnormal): repeat in float64.
     """
     import numpy as np
     import torch
-    exponent, bias = _exponent_bits(delta)
-    if delta.dtype == torch.float32 and _count(exponent) != _count(delta):
-        return None
-    ulp_exponent = _exponent_bits(base.abs())[0].clamp_min_(BF16_MIN_EXPONENT + bias)
     low, high = ULP_BINS
+    exponent, bias = _exponent_bits(delta)
     # bf16 has 7 fraction bits: ULP(w) = 2^(exponent(w) - 7), so floor(log2(|dw| / ULP)) is a difference of exponents.
+    ulp_exponent = _exponent_bits(size)[0].clamp_min_(BF16_MIN_EXPONENT + bias)
     ulp_bin = (exponent - ulp_exponent).add_(7 - low + 1).clamp_(0, high - low + 1)
     low, high = RELATIVE_BINS
-    # clamp: 0 / 0 where both ends are zero
-    relative = delta / largest.clamp_min(torch.finfo(delta.dtype).tiny)
-    relative_bin = _exponent_bits(relative)[0].add(1 - bias - low).clamp_(0, high - low + 1)
+    relative_bin = _exponent_bits(relative)[0].add_(1 - bias - low).clamp_(0, high - low + 1)
     shape = (ULP_BINS[1] - ULP_BINS[0] + 2, high - low + 2)
-    joint = ulp_bin.mul_(shape[1]).add_(relative_bin)
-    counts = torch.bincount(joint, minlength=shape[0] * shape[1])
+    counts = torch.bincount(ulp_bin.mul_(shape[1]).add_(relative_bin), minlength=shape[0] * shape[1])
     return counts.reshape(shape).cpu().numpy().astype(np.int64)
 
 
@@ -418,6 +417,7 @@ def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA
     Args:    base, ft: 1-D, same length, each bfloat16, float16 or float32.
              eta: relative tolerance of the seed formula.
     Returns: Moved. Elements that are not finite at both ends count as changed in every definition and enter no sum.
+             Counts are those of float64 arithmetic on the stored values; sums and bin edges carry float32 rounding.
     Source:  seed formula: arXiv 2511.08567 Def. 2.1-2.2; absolute tolerance: arXiv 2505.11711.
     """
     import torch
@@ -427,72 +427,99 @@ def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA
     if base.numel() == 0:
         return moved
     w, w_new = base.float(), ft.float()
-    sizes = _max_magnitude(w), _max_magnitude(w_new)
-    if not all(map(math.isfinite, sizes)):
-        return _measure_nonfinite(base, ft, eta)
-    moved.base_squares.append(_sum_squares(w, sizes[0]))
-    moved.ft_squares.append(_sum_squares(w_new, sizes[1]))
+    # torch.sum adds pairwise and, unlike a BLAS dot product, gives the same bits wherever the block lies in memory.
+    squares = [float((x * x).sum()) for x in (w, w_new)]
+    if not all(FLOAT32_SQUARES[0] < s < FLOAT32_SQUARES[1] for s in squares):
+        if not all(torch.isfinite(x).all() for x in (w, w_new)):
+            return _measure_nonfinite(base, ft, eta)
+        w, w_new = w.double(), w_new.double()
+        squares = [float((x * x).sum()) for x in (w, w_new)]
+        moved.cast_overflow = _count(_infinite_in_bf16(base, ft))
+    moved.base_squares.append(squares[0])
+    moved.ft_squares.append(squares[1])
 
     bits = _bit_type(stored)
-    differ = base.view(bits) != ft.view(bits)
+    differ = _comparable(base.view(bits)) != _comparable(ft.view(bits))
     num_differ = _count(differ)
-    if num_differ == 0:
+    if num_differ == 0 and not moved.cast_overflow:
         return moved
-    if 2 * num_differ < base.numel():  # equal bits are unchanged under every definition; skip them where that pays
+    if 2 * num_differ < base.numel() and not moved.cast_overflow:  # equal bits are unchanged under every definition; skip them where that pays
         where = _positions(differ)
         base, ft, w, w_new = (x.index_select(0, where) for x in (base, ft, w, w_new))
 
-    # float32 is exact enough for bf16 values with eta below their smallest gap: no value lies near the threshold.
-    in_float32 = stored == torch.bfloat16 and eta < BF16_MIN_RELATIVE_GAP and max(sizes) < FLOAT32_SQUARES[1]
-    if not (in_float32 and _add_deltas(moved, w, w_new, eta)):
-        _add_deltas(moved, w.double(), w_new.double(), eta)
-
+    if not _add_stored_counts(moved, w, w_new, eta):
+        _add_stored_counts(moved, w.double(), w_new.double(), eta)
     if stored == torch.bfloat16:
         moved.changed["bf16_bits"] = num_differ
         moved.changed["seed_formula_bf16"] = moved.changed["seed_formula_stored"]
         moved.changed["absolute_1e-5"] = moved.changed["absolute_1e-5_stored"]
     else:
-        _add_cast_counts(moved, base.to(torch.bfloat16), ft.to(torch.bfloat16), eta,
-                         may_overflow=max(sizes) > torch.finfo(torch.bfloat16).max)
+        _add_cast_counts(moved, base, ft, eta)
     return moved
 
 
-def _add_deltas(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: float) -> bool:
-    """Fill in what depends on stored values. False, and nothing filled in, if float32 is too narrow (see update_histogram)."""
+def _deltas(w: torch.Tensor, w_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """|w|, |w' - w| and |w' - w| / max(|w|, |w'|); the last is 0 where both are 0."""
     import torch
-    delta = (w_new - w).abs_()
-    largest = torch.maximum(w.abs(), w_new.abs())
-    histogram = update_histogram(w, delta, largest)
-    if histogram is None:
+    size, delta = w.abs(), (w_new - w).abs_()
+    largest = torch.maximum(size, w_new.abs()).clamp_min_(FLOAT32_SMALLEST)
+    return size, delta, delta / largest
+
+
+def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor, eta: float) -> tuple[int, int]:
+    """Changed by the seed formula, and by the absolute tolerance."""
+    import torch
+    def over_eta(where: torch.Tensor) -> torch.Tensor:
+        x, y = w[where].double(), w_new[where].double()
+        return (y - x).abs() > eta * torch.maximum(x.abs(), y.abs())
+    def over_tolerance(where: torch.Tensor) -> torch.Tensor:
+        return (w_new[where].double() - w[where].double()).abs() > ABSOLUTE_TOLERANCE
+    # With eta 0 the quotient could underflow to 0 and hide a difference.
+    return count_above(relative if eta else delta, eta, over_eta), count_above(delta, ABSOLUTE_TOLERANCE, over_tolerance)
+
+
+def _add_stored_counts(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: float) -> bool:
+    """Fill in what depends on stored values. False, and nothing filled in, if a difference is too small for float32 exponents."""
+    import torch
+    size, delta, relative = _deltas(w, w_new)
+    num_moved = _count(_comparable(delta) > 0)
+    if delta.dtype == torch.float32 and num_moved != _count(_comparable(delta) >= torch.finfo(torch.float32).tiny):
         return False
-    num_moved = _count(delta)
-    histogram[0, 0] -= delta.numel() - num_moved  # delta == 0: other zeros' signs, or equal elements of a dense block
-    moved.histogram = histogram
+    moved.histogram = update_histogram(size, delta, relative)
+    moved.histogram[0, 0] -= delta.numel() - num_moved  # delta == 0: zeros of other sign, or equal elements of a dense block
     moved.changed["exact_stored"] = num_moved
-    moved.changed["seed_formula_stored"] = _count(delta > eta * largest)
-    moved.changed["absolute_1e-5_stored"] = _count(delta > ABSOLUTE_TOLERANCE)
+    moved.changed["seed_formula_stored"], moved.changed["absolute_1e-5_stored"] = _counts_above(w, w_new, delta, relative, eta)
     moved.max_abs = float(delta.amax())
     moved.sum_abs.append(float(delta.sum()))
-    moved.squares.append(_sum_squares(delta, moved.max_abs))
+    if moved.max_abs ** 2 < FLOAT32_SQUARES[0]:
+        delta = delta.double()
+    moved.squares.append(float((delta * delta).sum()))
     return True
 
 
-def _add_cast_counts(moved: Moved, base: torch.Tensor, ft: torch.Tensor, eta: float, may_overflow: bool) -> None:
+def _infinite_in_bf16(base: torch.Tensor, ft: torch.Tensor) -> torch.Tensor:
+    import torch
+    return torch.isinf(base.to(torch.bfloat16)) | torch.isinf(ft.to(torch.bfloat16))
+
+
+def _add_cast_counts(moved: Moved, base: torch.Tensor, ft: torch.Tensor, eta: float) -> None:
     """Fill in the definitions on values rounded to bf16 (nearest, ties to even)."""
     import torch
-    if may_overflow:  # a finite value above bf16's largest became infinite: changed under every definition, even at both ends
-        infinite = torch.isinf(base) | torch.isinf(ft)
-        moved.cast_overflow = _count(infinite)
-        for name in ("bf16_bits", "seed_formula_bf16", "absolute_1e-5"):
-            moved.changed[name] += moved.cast_overflow
+    if moved.cast_overflow:  # finite as stored, beyond bf16's largest: changed under these definitions, even at both ends
+        infinite = _infinite_in_bf16(base, ft)
         base, ft = base[~infinite], ft[~infinite]
-    where = _positions(base.view(torch.int16) != ft.view(torch.int16))
-    wide = torch.float32 if eta < BF16_MIN_RELATIVE_GAP else torch.float64  # as in measure_block
-    w, w_new = base.index_select(0, where).to(wide), ft.index_select(0, where).to(wide)
-    delta, largest = (w_new - w).abs_(), torch.maximum(w.abs(), w_new.abs())
-    moved.changed["bf16_bits"] += where.numel()
-    moved.changed["seed_formula_bf16"] += _count(delta > eta * largest)
-    moved.changed["absolute_1e-5"] += _count(delta > ABSOLUTE_TOLERANCE)
+    base, ft = base.to(torch.bfloat16), ft.to(torch.bfloat16)
+    differ = _comparable(base.view(torch.int16)) != _comparable(ft.view(torch.int16))
+    num_differ = _count(differ)
+    moved.changed["bf16_bits"] = num_differ + moved.cast_overflow
+    if 2 * num_differ < base.numel():
+        where = _positions(differ)
+        base, ft = base.index_select(0, where), ft.index_select(0, where)
+    w, w_new = base.float(), ft.float()
+    _, delta, relative = _deltas(w, w_new)
+    over_eta, over_tolerance = _counts_above(w, w_new, delta, relative, eta)
+    moved.changed["seed_formula_bf16"] = over_eta + moved.cast_overflow
+    moved.changed["absolute_1e-5"] = over_tolerance + moved.cast_overflow
 
 
 def _measure_nonfinite(base: torch.Tensor, ft: torch.Tensor, eta: float) -> Moved:
