@@ -100,6 +100,7 @@ MAX_REASON_CHARS = 200        # of an exception's text kept in `rule`
 _SPECIAL_TOKEN = re.compile(r"<\|[A-Za-z0-9_▁]{2,40}\|>|</s>\s*\Z")  # where a decoder left them in the text, the answer has ended
 _FENCE = re.compile(r"^([ \t]{0,12})(`{3,}|~{3,})[ \t]*(.*)$")
 _FENCE_TAG = re.compile(r"(?:\{?\.?)(?:python|python3|py|py3|ipython|pycon|code|text|plaintext)?\}?", re.IGNORECASE)
+_MAX_STARTS = 50  # lines of prose that look like the start of code and are tried as such
 _CODE_START = re.compile(r"(?:async[ \t]+def|def|class|import|from|@|if|try|for|[A-Za-z_]\w*[ \t]*(?::[^=\n]+)?=[^=])")
 
 
@@ -202,7 +203,8 @@ def _longest_program(lines: list[str], context: str = "") -> str | None:
 
 def _as_it_is(text: str, prompt: str, entry_point: str) -> str | None:
     """The response is code and nothing else: a continuation of the prompt, or a whole function."""
-    continues = _is_indented(text) or not prompt.endswith("\n")  # a prompt ending within a line is continued within it
+    within_line = prompt and not prompt.endswith("\n")  # such a prompt is continued where it stops
+    continues = _is_indented(text) or within_line
     if continues and _compiles(prompt + text):
         return prompt + text
     if not _is_indented(text) and _defines(text, entry_point):
@@ -297,11 +299,15 @@ def _from_prose(text: str, prompt: str, entry_point: str) -> str | None:
     if _is_indented(text):
         body = _longest_program(lines, prompt)
         return prompt + body if body else None
-    starts = [i for i, line in enumerate(lines) if _CODE_START.match(line)][:50]  # 50: each start is parsed, and prose has few
-    for start in starts:
-        code = _longest_program(lines[start:])
-        if code and _defines(code, entry_point):
-            return _with_preamble(code, prompt, entry_point)
+    start, tries = 0, 0
+    while start < len(lines) and tries < _MAX_STARTS:
+        piece = None
+        if _CODE_START.match(lines[start]):
+            tries += 1
+            piece = _longest_program(lines[start:])
+            if piece and _defines(piece, entry_point):
+                return _with_preamble(piece, prompt, entry_point)
+        start += piece.count("\n") if piece else 1  # what compiles as a whole holds no better start
     # A body after a paragraph: the paragraph ends in a blank line and is itself no Python.
     for i in range(1, len(lines)):
         if lines[i][:1] in (" ", "\t") and lines[i].strip() and not lines[i - 1].strip() and not _compiles("\n".join(lines[:i])):
@@ -775,13 +781,13 @@ def _enter_namespaces() -> int:
     return proc
 
 
-def _drop_privileges() -> None:
+def _drop_privileges(namespaces: bool) -> None:
     """No capabilities, and no way to get any by executing a set-uid file."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, bytes(24))
     with contextlib.suppress(OSError):  # one more layer where the kernel has it; what it adds is measured by sandbox_status
-        _filter_calls()
+        _filter_calls(None if namespaces else os.getpid())
 
 
 # System calls that no solution of a programming problem makes and that attacks on a kernel start with, by number.
@@ -796,14 +802,16 @@ _DENIED_CALLS = {
 _DENIED_EVERYWHERE = {"io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "pidfd_getfd": 438,
                       "mount_setattr": 442}  # newer calls have one number on all machines
 _SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
+_SIGNAL_CALLS = {"x86_64": (62, 200, 234, 129, 297, 424), "aarch64": (129, 130, 131, 138, 240, 424)}  # kill, tkill, tgkill, rt_*, pidfd_*
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def _filter_program(machine: str) -> bytes:
+def _filter_program(machine: str, own_pid: int | None) -> bytes:
     """A seccomp filter in classic BPF: sockets other than AF_UNIX and the calls above fail; another architecture's calls kill.
 
     Sockets are refused although the network namespace is empty, because some families (vsock to the host of a virtual machine) do
-    not belong to a network namespace.
+    not belong to a network namespace. With `own_pid`, signals to any other process are refused: without a process namespace,
+    kill(-1, SIGKILL) would end everything this user runs.
     """
     load, equal, at_least, back = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
@@ -812,17 +820,21 @@ def _filter_program(machine: str) -> bytes:
         code += [(at_least, 0, 1, 0x40000000), (back, 0, 0, kill)]  # the x32 numbers
     for number in (*_DENIED_CALLS[machine].values(), *_DENIED_EVERYWHERE.values()):
         code += [(equal, 0, 1, number), (back, 0, 0, refuse | errno.EPERM)]
+    if own_pid is not None:
+        for number in _SIGNAL_CALLS[machine]:
+            code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, own_pid), (back, 0, 0, refuse | errno.EPERM),
+                     (back, 0, 0, allow)]
     code += [(equal, 0, 3, _SOCKET_CALL[machine]), (load, 0, 0, 16), (equal, 1, 0, int(socket.AF_UNIX)),
              (back, 0, 0, refuse | errno.EAFNOSUPPORT), (back, 0, 0, allow)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def _filter_calls() -> None:
+def _filter_calls(own_pid: int | None) -> None:
     """Install the filter for this process and all it starts. Raises OSError where the kernel has none; needs no privilege."""
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
-    program = ctypes.create_string_buffer(_filter_program(machine))
+    program = ctypes.create_string_buffer(_filter_program(machine, own_pid))
     descriptor = struct.pack("@HxxxxxxP", (len(program) - 1) // 8, ctypes.addressof(program))
     _call("prctl", 22, ctypes.c_ulong(2), descriptor, ctypes.c_ulong(0), ctypes.c_ulong(0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
@@ -854,7 +866,7 @@ def _become(role: str, limits: dict, keep: list[int], server: dict) -> None:
     os.closerange(3 + len(moved), _MAX_FDS)
     os.environ.clear()
     _set_limits(limits, server["process_base"])
-    _drop_privileges()
+    _drop_privileges(server["namespaces"])
     if role == "checker":
         _prctl(_PR_SET_DUMPABLE, 0)  # no process of the same user may look into it or take its descriptors
 
@@ -973,10 +985,11 @@ def _kill(pid: int, server: dict) -> dict:
     return {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime}
 
 
-def _sweep(own: set[int]) -> None:
+def _sweep() -> None:
     """Without process namespaces: kill what outlived its session. Orphans become children of the sandbox (a subreaper)."""
     for _ in range(1000):  # a fork bomb is smaller than its process limit; each round kills a generation
-        children = [int(pid) for pid in open("/proc/self/task/%d/children" % os.getpid()).read().split() if int(pid) not in own]
+        with open(f"/proc/self/task/{os.getpid()}/children") as handle:
+            children = [int(pid) for pid in handle.read().split()]
         if not children:
             return
         for pid in children:
@@ -1025,7 +1038,7 @@ def serve(control_fd: int, isolation: str) -> None:
                 os._exit(0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         elif isolation == "none" and os.geteuid() == 0:
-            server["user"] = _leave_root()
+            _leave_root()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _prctl(_PR_SET_DUMPABLE, 0)
     except OSError as error:
@@ -1040,8 +1053,8 @@ def serve(control_fd: int, isolation: str) -> None:
             os._exit(0)
         try:
             result = _run_item(json.loads(message), *fds, control, server)
-            if not server["namespaces"]:
-                _sweep(set())
+            if isolation == "none":
+                _sweep()
         except OSError as error:
             result = {"error": error.strerror or str(error)}
         except EOFError:
@@ -1052,11 +1065,14 @@ def serve(control_fd: int, isolation: str) -> None:
 
 
 def _leave_root() -> None:
-    """Become SANDBOX_UID if this Python's library stays readable for it; otherwise the capabilities alone are dropped later."""
+    """Become SANDBOX_UID. Raises OSError where this Python's library would not be readable for it.
+
+    Without namespaces a program that stays root is not held by the process limit and may signal or overwrite anything.
+    """
     folder = os.path.dirname(os.__file__)
     while folder != "/":
         if not os.stat(folder).st_mode & 0o001:
-            return
+            raise OSError(errno.EACCES, f"Python is installed in {folder}, which only root may enter")
         folder = os.path.dirname(folder)
     os.setgroups([])
     os.setresgid(SANDBOX_UID, SANDBOX_UID, SANDBOX_UID)
@@ -1161,28 +1177,33 @@ def _sealed_file(data: bytes) -> int:
 
 
 def _bubblewrap_command(source: str) -> list[str]:
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp",
+    import shutil
+    command = [shutil.which("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp",
                "--chdir", "/tmp", "--ro-bind", source, "/sandbox/utils_code_eval.py"]
     for path, real in _system_paths().items():
         if real != path and os.path.islink(path):
             command += ["--symlink", real, path]
         else:
             command += ["--ro-bind", real, path]
-    return command
+    return [*command, "--remount-ro", "/"]
 
 
 _isolation_found: tuple[str, str] | None = None
 
 
 def _find_isolation() -> tuple[str, str]:
-    """The strongest isolation that works here (namespaces | bubblewrap | none), found by trying, and why no stronger one did."""
+    """The strongest isolation that works here (namespaces | bubblewrap | none), found by trying, and why no stronger one did.
+
+    Raises: UserError where not even the limits can be enforced.
+    """
+    from config import UserError
     import shutil
     global _isolation_found
     if _isolation_found is None:
         reasons = []
-        for name in ("namespaces", "bubblewrap"):
-            if name == "bubblewrap" and not shutil.which("bwrap"):
-                reasons.append("bubblewrap: not installed")
+        for name in ("namespaces", "bubblewrap", "none"):
+            if name == "bubblewrap" and (os.geteuid() == 0 or not shutil.which("bwrap")):  # root there is exempt from the process limit
+                reasons.append("bubblewrap: not for root" if os.geteuid() == 0 else "bubblewrap: not installed")
                 continue
             sandbox = _Sandbox(name)
             try:
@@ -1194,7 +1215,7 @@ def _find_isolation() -> tuple[str, str]:
                 sandbox.close()
             _isolation_found = (name, "; ".join(reasons))
             return _isolation_found
-        _isolation_found = ("none", "; ".join(reasons))
+        raise UserError(f"generated code cannot be run here, not even unprotected: {'; '.join(reasons)}; use another user than root")
     return _isolation_found
 
 
@@ -1232,6 +1253,7 @@ def sandbox_status() -> dict:
 
     Returns: {"isolation": namespaces | bubblewrap | none, "network", "files", "processes": True where protected,
              "missing": list of sentences, "reason": why no stronger isolation is in use, or ""}.
+    Raises:  UserError where not even the limits can be enforced (root, no namespaces, Python in a folder of root's own).
     """
     import tempfile
     global _status
