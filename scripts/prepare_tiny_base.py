@@ -133,12 +133,13 @@ def slip(record: dict, rng: random.Random) -> str:
     return right[:i] + digit + right[i + 1:]
 
 
-def make_pools(tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, list[tuple[dict, list[int]]]]:
-    """Per set, its pre-training problems with the token ids of their prompts."""
+def make_pools(tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, list[tuple[dict, list[int], list[int]]]]:
+    """Per set, its pre-training problems with the token ids of prompt and right response."""
     pools = {}
     for name, (_, _, num_problems) in MIXTURE.items():
         records = make_problems(name, "pretrain", num_problems, seed)
-        pools[name] = [(record, tokenizer(plain_prompt(record)).input_ids) for record in records]
+        pools[name] = [(record, tokenizer(plain_prompt(record)).input_ids, tokenizer(canonical_response(record)).input_ids)
+                       for record in records]
     return pools
 
 
@@ -159,9 +160,9 @@ def draw_batch(pools: dict, tokenizer: PreTrainedTokenizerFast, rng: random.Rand
     row = start = segment = 0
     while True:
         name = rng.choices(names, shares)[0]
-        record, prompt = rng.choice(pools[name])
-        response = slip(record, rng) if rng.random() < MIXTURE[name][1] else canonical_response(record)
-        answer = [*tokenizer(response).input_ids, tokenizer.eos_token_id]
+        record, prompt, right = rng.choice(pools[name])
+        answer = tokenizer(slip(record, rng)).input_ids if rng.random() < MIXTURE[name][1] else right
+        answer = [*answer, tokenizer.eos_token_id]
         tokens = prompt + answer
         if start + len(tokens) > ROW_TOKENS:
             row, start = row + 1, 0
