@@ -215,7 +215,22 @@ class EvalConfig:
     sdpa_backend: str = option("auto", "scaled-dot-product attention kernel", choices=("auto", "math", "efficient", "flash"))
     grading_workers: int = option(2, "processes that grade answers")
     allow_unsafe_code_execution: bool = option(False, "run generated code although some sandbox protections are missing")
+    noise_floor: int = option(0, "evaluate one policy with N sampling seeds x two batch sizes and report the spread (0: off)")
+    kl_models: str = option("auto", "KL: hold both models at once, or one after the other with hidden states on disk",
+                            choices=("auto", "together", "one_by_one"))
     regrade: str | None = option(None, "folder of saved samples: grade them again without generating")
+
+    def check(self) -> None:
+        for name in ("limit", "kl_num_samples", "kl_max_problems", "num_threads"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} {getattr(self, name)}: must not be negative")
+        for name in ("batch_size", "logprob_tokens", "grading_workers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.num_samples and self.num_samples < 2:
+            raise UserError(f"--num_samples {self.num_samples}: at least 2 draws a problem are needed for a sampling error")
+        if self.noise_floor and self.noise_floor < 2:
+            raise UserError(f"--noise_floor {self.noise_floor}: a spread needs at least 2 sampling seeds")
 
 
 # Registry of the YAML sections; each script's dataclass is added below its definition.

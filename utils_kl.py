@@ -28,6 +28,7 @@ KEEP_LOGIT_BYTES = 64 << 20
 # Below this |x| the series of expm1(x) - x is used: its first dropped term is 3e-9 of the value there, while the subtraction
 # of float32 numbers has already lost 4e-6.
 SERIES_LIMIT = 0.03
+VOCABULARY_BLOCK = 16384  # entries compared at a time; the comparison needs six temporaries, which then stay small beside the logits
 # Settings of other architectures that change logits after the head; honouring them silently wrong is worse than refusing.
 HEAD_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -248,10 +249,13 @@ def _kl_of_log_distributions(log_p: Tensor, log_q: Tensor) -> Tensor:
     Both are equal because p and q sum to 1. Every term of the second form is >= 0, and an error d in a log-normaliser enters
     as d^2 / 2 and not as d: in float32 the first form has noise near 1e-6 nats, as large as the KL of a hardly moved model.
     """
-    x, p = log_q - log_p, log_p.exp()
-    # q - p - p x, and not p (exp(x) - 1 - x): where p underflows, exp(x) may overflow, and 0 * inf is no number
-    terms = torch.where(x.abs() < SERIES_LIMIT, p * _expm1_minus_series(x), log_q.exp().sub_(p).sub_(p * x))
-    return terms.clamp_min_(0.0).sum(dim=-1)
+    total = torch.zeros(log_p.shape[:-1], device=log_p.device)
+    for log_p, log_q in zip(log_p.split(VOCABULARY_BLOCK, dim=-1), log_q.split(VOCABULARY_BLOCK, dim=-1)):
+        x, p = log_q - log_p, log_p.exp()
+        # q - p - p x, and not p (exp(x) - 1 - x): where p underflows, exp(x) may overflow, and 0 * inf is no number
+        terms = torch.where(x.abs() < SERIES_LIMIT, p * _expm1_minus_series(x), log_q.exp().sub_(p).sub_(p * x))
+        total += terms.clamp_min_(0.0).sum(dim=-1)
+    return total
 
 
 def _expm1_minus_series(x: Tensor) -> Tensor:
