@@ -38,6 +38,7 @@ OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
 TASK_TYPES = ("math", "mcq")
 
 ANSWER_TIMEOUT_S = 5.0     # math-verify's own default; nearly all of its answers take under 0.1 s
+WALL_PER_CPU = 3.0         # on a loaded machine a worker gets its seconds of CPU within this many times as long on the clock
 WORKER_START_S = 120.0     # importing sympy takes 1 s alone and far longer on a loaded machine
 WORKER_MAX_ANSWERS = 500   # then the worker is replaced: the parser caches inside math-verify only grow
 WORKER_MEMORY_BYTES = 4 << 30  # address space; a symbolic blow-up ends the worker and not the training run
@@ -127,14 +128,15 @@ def _boxed_answer(text: str) -> tuple[bool, str | None]:
     return True, contents[0] if len(contents) == 1 else ", ".join(contents)
 
 
-_MARKER = re.compile(r"####|\banswers?\b[ \t]*(?:\*\*)?[ \t]*(?:is|are|:|=|would be|should be)(?![A-Za-z])", re.IGNORECASE)
+_MARKER = re.compile(r"####|\banswers?\b[ \t]*(?:\*\*)?[ \t]*(?:is|are|:|=|would be|should be)(?![A-Za-z]|\s+not\b)", re.IGNORECASE)
 _MATH_SPAN = re.compile(r"\$\$(.+?)\$\$|\$([^$]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _REASON = re.compile(r"[,;]?\s+\b(?:because|since|where|when|which|so|as|after|if|with|by|that|for)\b.*", re.IGNORECASE | re.DOTALL)
 _COPULA = re.compile(r"\b(?:is|are|be|equals|was|were|thus|therefore|to)\b[:,]?\s*", re.IGNORECASE)
 _NUMBER_IN_TEXT = re.compile(
-    r"(?<![\w.\\])(?:(?<![^\s(=:])[-\u2212])?(?:[$£€¥]\s?)?\d[\d,]*(?:\.\d+)?(?:\s?/\s?\d+)?"
+    r"(?<![\w.\\])(?:(?<![^\s(=:])[-\u2212])?(?:[$£€¥]\s?)?\d[\d,]*(?:\.\d+)?(?:\s?/\s?\d+)?(?::\d+)*"
     r"(?:\s?\\?%|\s?(?:percent|pct)\b|\s?°|(?:[kcm]?m|k?g)[²³]?(?!\w)|\s?[£€¥])?(?![A-Za-z_\d])")
+_GROUP_IN_TEXT = re.compile(r"[\[({]\s*[-\w.,;/+^√π∞\\ ]{1,60}[,;][-\w.,;/+^√π∞\\ ]{1,60}[\])}]")     # (3, 4), [1, 3), {1, 2}
 _PLAIN_WORDS = re.compile(r"\\[A-Za-z]+|(?:and|or|percent|pct|cm|mm|km|kg|degrees?)\b", re.IGNORECASE)
 _PROSE = re.compile(r"[A-Za-z]{2,}")
 
@@ -147,7 +149,9 @@ def _last_item(text: str) -> str | None:
     """The last formula or number of a piece of prose; a formula without any digit or operator only if there is nothing else."""
     spans = [(m.end(), next(g for g in m.groups() if g is not None)) for m in _MATH_SPAN.finditer(text)]
     outside = _MATH_SPAN.sub(lambda m: " " * len(m.group()), text)
-    numbers = [(m.end(), m.group()) for m in _NUMBER_IN_TEXT.finditer(outside)]
+    numbers = [(m.end(), m.group()) for m in _GROUP_IN_TEXT.finditer(outside) if re.search(r"\d|∞", m.group())]
+    outside = _GROUP_IN_TEXT.sub(lambda m: " " * len(m.group()), outside)
+    numbers += [(m.end(), m.group()) for m in _NUMBER_IN_TEXT.finditer(outside)]
     telling = [(end, s) for end, s in spans if re.search(r"\d|[-+=<>^]|\\(?:frac|sqrt|infty|pi|emptyset|le|ge|pm)", s)]
     found = max(telling + numbers, default=None) or (spans[-1] if spans else None)
     return found[1].strip() if found else None
@@ -177,9 +181,10 @@ def _stated_answer(text: str) -> str | None:
                 return _strip_math(_REASON.sub("", tail))
             return _last_item(sentence) or _strip_math(sentence)
         return _strip_math(_REASON.sub("", sentence))
-    bare = _MATH_SPAN.sub(" ", text)
-    if not _PROSE.search(_PLAIN_WORDS.sub(" ", bare)) or (len(text) <= 40 and len(text.split()) <= 4 and "$" not in text):
-        return _strip_math(text) or None
+    if not _PROSE.search(_PLAIN_WORDS.sub(" ", _MATH_SPAN.sub(" ", text))):
+        return _strip_math(text) or None               # nothing but an answer
+    if len(text) <= 40 and len(text.split()) <= 2 and "$" not in text:
+        return _strip_math(text)                       # "yes", "5 apples"
     return _last_item(text)
 
 
@@ -218,7 +223,7 @@ _CHARACTERS = {
 # One internal character per relation or delimiter, so that later stages look at characters and not at spellings. Set braces are
 # ⦃ ⦄ and the currency sign is ＄ because { } group and $ delimits formulas.
 _COMMANDS = {
-    "leqslant": "≤", "leqq": "≤", "leq": "≤", "le": "≤", "geqslant": "≥", "geqq": "≥", "geq": "≥", "ge": "≥", "neq": "≠", "ne": "≠",
+    "leqslant": "≤", "leqq": "≤", "leq": "≤", "le": "≤", "geqslant": "≥", "geqq": "≥", "geq": "≥", "ge": "≥", "neq": "≠", "equiv": "=", "ne": "≠",
     "lt": "<", "gt": ">", "in": "∈", "cup": "∪", "bigcup": "∪", "cap": "∩", "setminus": "∖", "smallsetminus": "∖", "backslash": "∖",
     "pm": "±", "mp": "∓", "infty": "∞", "infin": "∞", "times": "×", "cdot": "×", "ast": "×", "bullet": "×", "div": "/", "colon": ":",
     "ldots": "…", "dots": "…", "cdots": "…", "dotsc": "…", "degree": "°", "textdegree": "°", "lbrace": "⦃", "rbrace": "⦄", "mid": "|",
@@ -231,7 +236,7 @@ _COMMANDS = {
 }
 _DROPPED = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut|hfill|newline|noindent|null|"
-    r"mathopen|mathclose|mathrel|mathbin|mathord|cssId|tiny|small|large|Large)(?![A-Za-z])\s?\.?|"
+    r"mathopen|mathclose|mathrel|mathbin|mathord|square|Box|tiny|small|large|Large)(?![A-Za-z])\s?\.?|"
     r"\\(?:h?phantom|vphantom|label|tag\*?|hspace\*?|vspace\*?|color|textcolor|hskip|class|style)\s*\{[^{}]*\}|"
     r"\\begin\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray)\*?\}|"
     r"\\end\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray)\*?\}|\\!")
@@ -357,6 +362,11 @@ def normal_form(text: str, join_thousands: bool = True) -> str:
     text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))", "°", text)
     text = _DROPPED.sub("", text.replace("$", " ").replace("~", " "))
     text = _TEXT_MACRO.sub(_mark_text, text)
+    if "⟦" in text:
+        text = re.sub(r"\\[dt]?frac\s*\{\s*⟦([^⟧]*)⟧\s*\}\s*\{\s*⟦([^⟧]*)⟧\s*\}", r"⟦\1⟧/⟦\2⟧", text)     # miles over hour
+    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text)
+    text = re.sub(r"\(?\s*\\p?(?:mod|bmod)\s*(?:\{\s*(\d+)\s*\}|(\d+))\s*\)?", lambda m: f"⟦mod⟧^{m.group(1) or m.group(2)}", text)
+    text = re.sub(r"\\overline\s*\{\s*([A-Z]{2})\s*\}", r"\1", text)     # a segment
     text = _BLACKBOARD.sub(lambda m: "ℝℤℚℕℂ"["RZQNC".index(m.group(1))] if m.group(1) in "RZQNC" else m.group(1), text)
     text = _COMMAND.sub(_spell_command, _UNWRAPPED.sub("", text))
     for old, new in (("...", "…"), ("<=", "≤"), ("=<", "≤"), (">=", "≥"), ("!=", "≠"), ("\\not =", "≠"), ("\\not =", "≠"), ("+/-", "±"),
@@ -528,7 +538,7 @@ class _ExpressionParser:
             raise Unsupported(f"expected {value}")
 
     def whole(self) -> Expr:
-        expr = self.sum()
+        expr = self._stacked()
         if self.at < len(self.tokens):
             raise Unsupported(f"left over: {self.peek()[1]}")
         return expr
@@ -670,6 +680,9 @@ class _ExpressionParser:
         return number
 
     def _symbol(self, name: str) -> Expr:
+        if name in "fgh" and self.peek() == ("o", "("):
+            self.at += 1
+            return ("f", name + "()", self.group(")"))      # an unknown function, not f times what is in brackets
         if self.peek() == ("o", "_"):
             self.at += 1
             name += "_" + self._subscript()
@@ -697,7 +710,9 @@ class _ExpressionParser:
         if value == "[":
             return self.group("]")
         if value == "{":
-            return self._brace_content()
+            expr = self._stacked()
+            self.expect("}")
+            return expr
         if value == "|":
             self.bars += 1
             expr = self.sum()
@@ -710,14 +725,14 @@ class _ExpressionParser:
             return ("s", value)
         raise Unsupported(f"no expression at {value!r}")
 
-    def _brace_content(self) -> Expr:
+    def _stacked(self) -> Expr:
+        """A sum, or one of the plain TeX forms {a \\over b} and {a \\choose b}."""
         expr = self.sum()
         if self.peek() in (("c", "over"), ("c", "choose")):
             name = self.peek()[1]
             self.at += 1
             below = self.sum()
             expr = ("*", [expr], [below]) if name == "over" else ("f", "binom", expr, below)
-        self.expect("}")
         return expr
 
     def _command(self, name: str) -> Expr:
@@ -878,6 +893,13 @@ def _exact_function(name: str, values: list[Fraction]) -> Fraction:
     raise NotExact
 
 
+def _exact_or_none(expr: Expr) -> Fraction | None:
+    try:
+        return exact_value(expr)
+    except NotExact:
+        return None
+
+
 def _constant(expr: Expr) -> Fraction | None:
     try:
         return exact_value(expr)
@@ -888,10 +910,14 @@ def _constant(expr: Expr) -> Fraction | None:
 def _symbols(expr: Any, into: set[str]) -> set[str]:
     if isinstance(expr, tuple) and expr and expr[0] == "s":
         into.add(expr[1])
-    elif isinstance(expr, (tuple, list)):
-        for part in expr:
-            if isinstance(part, (tuple, list)):
-                _symbols(part, into)
+        return into
+    if isinstance(expr, tuple) and expr and expr[0] == "f" and expr[1].endswith("()"):
+        into.add(expr[1])
+    if not isinstance(expr, (tuple, list)):
+        return into
+    for part in expr:
+        if isinstance(part, (tuple, list)):
+            _symbols(part, into)
     return into
 
 
@@ -932,7 +958,10 @@ def numeric_value(expr: Expr, values: dict[str, Any]):
         return numeric_value(expr[1], values) * ctx.pi / 180
     if kind == "p":
         return numeric_value(expr[1], values) / 100
-    return _numeric_function(expr[1], [numeric_value(argument, values) for argument in expr[2:]])
+    arguments = [numeric_value(argument, values) for argument in expr[2:]]
+    if expr[1] in values:                              # an unknown function: any fixed curve without symmetry will do
+        return ctx.sin(_limited(arguments[0], 1e6) * values[expr[1]] + 1) + arguments[0] ** 2
+    return _numeric_function(expr[1], arguments)
 
 
 def _limited(x, limit: float):
@@ -1022,15 +1051,10 @@ def expressions_equal(a: Expr, b: Expr) -> bool:
     """Exactly equal as fractions, else equal with 45 digits; expressions with symbols at six fixed points."""
     if a == b:
         return True
-    exact_a = exact_b = None
     try:
-        exact_a = exact_value(a)
-    except NotExact:
-        pass
-    try:
-        exact_b = exact_value(b)
-    except NotExact:
-        pass
+        exact_a, exact_b = _exact_or_none(a), _exact_or_none(b)
+    except ZeroDivisionError:
+        return False                                  # an undefined value equals nothing
     if exact_a is not None and exact_b is not None:
         return exact_a == exact_b or _printed_float(a, exact_b) or _printed_float(b, exact_a)
     symbols = _symbols(b, _symbols(a, set()))
@@ -1299,22 +1323,26 @@ def _parse_base(tokens: list[Token]) -> Scalar | None:
     digits, base = (_unwrap(p) for p in pieces)
     if _enclosed(digits, "(", ")"):
         digits = digits[1:-1]
-    if len(base) != 1 or not digits or not all(k in "nvt" for k, _ in digits):
+    if len(base) != 1 or not digits:
         return None
+    sign = -1 if digits[0] == ("o", "-") else 1
+    digits = digits[1:] if sign < 0 else digits
     text = "".join(v for _, v in digits)
     radix = _NUMBER_WORDS.get(base[0][1].lower(), int(base[0][1]) if base[0][1].isdigit() and len(base[0][1]) < 3 else 0)
-    if not 2 <= radix <= 36 or not re.search(r"\d", text):
+    if not 2 <= radix <= 36 or not re.search(r"\d", text) or not all(k in "nvt" for k, _ in digits):
         return None
     try:
-        return Scalar(("n", Fraction(int(text, radix)), 0, 1))
+        return Scalar(("n", Fraction(sign * int(text, radix)), 0, 1))
     except ValueError:
         return None
 
 
 def _words(tokens: Sequence[Token]) -> str:
-    """Text answer for comparison: no case, no punctuation, no article."""
-    words = " ".join(v for k, v in tokens if k != "o" or v in "+-/^<>=≤≥≠%°＄")
-    return re.sub(r"^(?:the|an?)\s+", "", words.casefold())
+    """Text answer for comparison: no case, no punctuation, no leading article, no plural."""
+    words = [v.casefold() for k, v in tokens if k != "o" or v in "+-/^<>=≤≥≠%°＄"]
+    if len(words) > 1 and words[0] in ("the", "a", "an"):
+        words = words[1:]
+    return " ".join(w[:-1] if len(w) > 3 and w.endswith("s") and not w.endswith("ss") else w for w in words)
 
 
 def _singular(word: str) -> str:
@@ -1474,9 +1502,9 @@ def _parse_relation(sides: list[list[Token]], relations: list[str]) -> Any:
         return _with_variable(parse_nodes(sides[1]), _name_of(sides[0]))
     if set(relations) == {"="}:
         return _parse_equation(sides)
-    if not all(sides) or "∈" in relations or "=" in relations:
+    if not all(sides[1:]) or "∈" in relations or "=" in relations:
         raise Unsupported("mixed relations")
-    exprs = [_ExpressionParser(side).whole() for side in sides]
+    exprs = [_ExpressionParser(side).whole() if side else ("s", "?") for side in sides]     # "> 5" is x > 5 without the x
     region = _solve_inequality(exprs, relations)
     return region if region is not None else Chain(tuple(exprs), tuple(relations))
 
@@ -1700,7 +1728,7 @@ def _solve_inequality(exprs: list[Expr], relations: list[str]) -> Region | None:
         if region is None:
             return None
         result = region if result is None else _combine(result, region, lambda a, b: a and b)
-    return Region(result.points, result.at, result.gaps, symbol)
+    return Region(result.points, result.at, result.gaps, None if symbol == "?" else symbol)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -1729,10 +1757,13 @@ def nodes_equal(gold: Any, pred: Any) -> bool:
 def _equal_scalars(gold: Scalar, pred: Scalar) -> bool:
     if gold.unit and pred.unit and gold.unit != pred.unit:
         return False
-    if (gold.percent and pred.unit not in (None, "°")) or (pred.percent and gold.unit not in (None, "°")):
+    if (gold.percent and pred.unit) or (pred.percent and gold.unit):
         return False
     if expressions_equal(gold.expr, pred.expr):
         return True
+    for one, other in ((gold, pred), (pred, gold)):     # "3 m" reads as 3 times m until the other side says meters
+        if one.unit and not other.unit and ("s", one.unit) in _factors(other.expr):
+            return expressions_equal(one.expr, _substituted(other.expr, one.unit, ("n", Fraction(1), 0, 1)))
     hundred = [("n", Fraction(100), 0, 3)]
     if gold.percent != pred.percent:                    # 35 %, 35 and 0.35 are all accepted for one another
         a, b = (gold.expr, pred.expr) if gold.percent else (pred.expr, gold.expr)
@@ -1741,6 +1772,10 @@ def _equal_scalars(gold: Scalar, pred: Scalar) -> bool:
         a, b = (gold.expr, pred.expr) if gold.unit == "°" else (pred.expr, gold.expr)
         return expressions_equal(("*", [a, ("k", "pi")], [("n", Fraction(180), 0, 3)]), b)
     return False
+
+
+def _factors(expr: Expr) -> list[Expr]:
+    return expr[1] if expr[0] == "*" else [expr]
 
 
 def _equal_ratios(gold: Any, pred: Any) -> bool:
@@ -1880,15 +1915,12 @@ def _equal_sequences(gold: Any, pred: Any) -> bool:
         interval = len(a) == 2 and gold.brackets != pred.brackets
         return len(a) == len(b) and not interval and all(nodes_equal(x, y) for x, y in zip(a, b))
     if any(tuples):
-        # a tuple against a list or set of the same length in the same order, x=3, y=4 included
-        other = _named_values(b if tuples[0] else a) or list(b if tuples[0] else a)
-        own = list(a if tuples[0] else b)
-        pairs = zip(own, other) if tuples[0] else zip(other, own)
-        if len(own) == len(other) and all(nodes_equal(x, y) for x, y in pairs):
-            return True
-        if len(other) == 1 and len(own) > 1:
-            return nodes_equal(gold, b[0]) if tuples[0] and isinstance(pred, Seq) else nodes_equal(a[0], pred) if isinstance(gold, Seq) and not tuples[0] else False
-        return False
+        own, other = (gold, pred) if tuples[0] else (pred, gold)
+        if (isinstance(other, Seq) and other.kind == "set") or (len(own.items) == 2 and own.brackets != "()"):
+            return False                                # {1, 2} is neither a pair nor an interval, [1, 2] is no list
+        # a tuple against a list in the same order, x=3, y=4 included
+        values = _named_values(_items(other)) or _items(other)
+        return len(own.items) == len(values) and all(nodes_equal(x, y) for x, y in zip(own.items, values))
     named = [_all_named(n) for n in (a, b)]
     if not all(named):
         a, b = _values_if_named(a), _values_if_named(b)
@@ -1937,7 +1969,7 @@ def choice_letter(text: str) -> str | None:
 
 def _is_choice_gold(gold: str) -> bool:
     plain = re.sub(r"[⟦⟧{}*\s.]", "", normal_form(gold))
-    return bool(re.fullmatch(r"[(\[]?[A-J][)\]]?|\([A-J]\).+", plain))
+    return bool(re.fullmatch(r"[(\[]?[A-J][)\]]?|\(?[A-J]\).+", plain))
 
 
 @lru_cache(maxsize=4096)
@@ -2005,7 +2037,7 @@ def grade_in_process(prediction: str, gold: str, strict: bool, task_type: str) -
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(gold):
         return Grade("correct" if int(answer) == int(gold) else "wrong", answer, "number")
     key = _string_key(normal_form(answer[:MAX_ANSWER_CHARS + 1]))
-    if not _READABLE.search(re.sub(r"\\[A-Za-z]+", "x" if "\\emptyset" in key else "", key) or "") or key.lower() in _PLACEHOLDERS:
+    if not _READABLE.search(key) or key.lower() in _PLACEHOLDERS:
         return Grade("unparsed", answer, "empty")
     equal, rule = compare_answers(gold, answer)
     if equal is None:
@@ -2087,7 +2119,7 @@ def _worker_loop() -> None:
     for line in sys.stdin:
         gold, pred, limit_s = json.loads(line)
         # The parent kills a slow worker. If the parent itself is gone, the alarm's default action ends this process.
-        signal.setitimer(signal.ITIMER_REAL, limit_s + 2)
+        signal.setitimer(signal.ITIMER_REAL, WALL_PER_CPU * limit_s + 2)
         try:
             golds = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
             preds = parse(f"\\boxed{{{pred}}}", parsing_timeout=None)
@@ -2109,22 +2141,39 @@ class _Worker:
         # A fresh interpreter, not a fork: the caller may hold torch or CUDA threads and their locks.
         self.process = subprocess.Popen([sys.executable, "-c", code, here], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, env=env, start_new_session=True)
-        self.buffer, self.answered = b"", 0
+        self.buffer, self.answered, self.ready = b"", 0, False
+
+    def wait_ready(self) -> None:
+        """Wait until the imports are done; they do not count against the limit of an answer."""
+        if not self.ready:
+            try:
+                self._read_line(WORKER_START_S)
+            except (_WorkerDied, _WorkerTimeout):
+                raise RuntimeError("the math-verify worker does not start; is the package math-verify installed?") from None
+            self.ready = True
+
+    def _cpu_s(self) -> float:
+        """CPU seconds this worker has used; infinite where the system does not tell, so that the clock alone decides."""
         try:
-            self._read_line(WORKER_START_S)
-        except (_WorkerDied, _WorkerTimeout):
-            self.close()
-            raise RuntimeError("the math-verify worker does not start; is the package math-verify installed?") from None
+            with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as handle:
+                fields = handle.read().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, IndexError, ValueError):
+            return math.inf
 
     def _read_line(self, timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
+        started, cpu_before = time.monotonic(), self._cpu_s()
         poll = select.poll()
         poll.register(self.process.stdout, select.POLLIN)
+        deadline = started + timeout_s
         while b"\n" not in self.buffer:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not poll.poll(left_s * 1000):
-                if deadline - time.monotonic() <= 0:
+            if left_s <= 0:
+                left_s = min(timeout_s - (self._cpu_s() - cpu_before), started + WALL_PER_CPU * timeout_s - time.monotonic())
+                if not left_s > 0.05:                  # the CPU clock ticks every 10 ms
                     raise _WorkerTimeout
+                deadline = time.monotonic() + left_s
+            if not poll.poll(max(left_s, 0) * 1000):
                 continue
             chunk = os.read(self.process.stdout.fileno(), 65536)
             if not chunk:
@@ -2156,9 +2205,10 @@ class GradePool:
     """Grades many answers; workers for math-verify start when the first answer needs one.
 
     Use as a context manager, from any thread. `timeout_s` is the hard limit of one answer: a worker that exceeds it is killed and
-    replaced, the answer counts as `timeout`, and the next one is graded. Results do not depend on `workers`.
+    replaced, the answer counts as `timeout`, and the next one is graded. Results do not depend on `workers`, nor on the load of the
+    machine: while a worker gets too little of the CPU its clock runs on, up to WALL_PER_CPU times the limit.
 
-    Args:    workers: processes at most, >= 1. timeout_s: seconds per answer.
+    Args:    workers: processes at most, >= 1. timeout_s: seconds per answer, without the start of a worker (about 1 s).
     Raises:  ValueError for a limit below 1 worker or 0 seconds.
     """
 
@@ -2169,7 +2219,7 @@ class GradePool:
         self._free = threading.Semaphore(workers)
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._started = False
 
     def __enter__(self) -> "GradePool":
         return self
@@ -2194,16 +2244,26 @@ class GradePool:
         """
         if self._closed:
             raise RuntimeError("this GradePool is closed")
-        grades: list[Any] = [grade_in_process(prediction, gold, strict, task_type) for prediction, gold, task_type in items]
+        grades: list[Any] = []
         open_pairs: dict[tuple[str, str], list[int]] = {}
-        for i, grade in enumerate(grades):
+        for i, (prediction, gold, task_type) in enumerate(items):
+            grade = grade_in_process(prediction, gold, strict, task_type)
+            grades.append(grade)
             if not isinstance(grade, Grade):
                 open_pairs.setdefault(grade, []).append(i)     # the same answer twice is asked once
+                if len(open_pairs) == 1:
+                    self._start_one()                          # its imports run while the other answers are compared here
         if open_pairs:
             for pair, (outcome, rule) in self._ask_all(list(open_pairs)).items():
                 for i in open_pairs[pair]:
                     grades[i] = Grade(outcome, pair[1], rule)
         return grades
+
+    def _start_one(self) -> None:
+        with self._lock:
+            if not self._started and not self._closed:
+                self._idle.append(_Worker())
+                self._started = True
 
     def _ask_all(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, str]]:
         results: dict[tuple[str, str], tuple[str, str]] = {}
@@ -2232,6 +2292,13 @@ class GradePool:
             raise failures[0]
         return results
 
+    def _replace(self, worker: _Worker) -> None:
+        """Start the successor of a hung worker at once, so that its imports do not delay the next answer."""
+        worker.process.kill()
+        with self._lock:
+            if not self._closed:
+                self._idle.append(_Worker())
+
     def _ask(self, gold: str, pred: str) -> tuple[str, str]:
         """(outcome, rule) from a worker. A worker that dies is tried once more: the system may have ended it."""
         for _ in range(2):
@@ -2241,10 +2308,12 @@ class GradePool:
                 worker = worker or _Worker()
                 keep = False
                 try:
+                    worker.wait_ready()
                     equal = worker.ask(gold, pred, self.timeout_s)
                     keep = worker.answered < WORKER_MAX_ANSWERS
                     return ("correct" if equal else "wrong"), "math_verify"
                 except _WorkerTimeout:
+                    self._replace(worker)
                     return "timeout", "timeout"
                 except _WorkerDied:
                     continue
