@@ -411,7 +411,7 @@ class StatsConfig:
 
     calibrate: bool = option(False, "simulate studies whose truth is known and count wrong verdicts")
     num_studies: int = option(2000, "simulated studies a cell")
-    num_resamples: int = option(999, "relabellings where not all are enumerated")
+    num_resamples: int = option(399, "relabellings where not all are enumerated")
     seed: int = option(0, "seed of the simulation")
     output_path: str | None = option(None, "JSON file for the result; the tables go beside it as .md")
 
