@@ -421,9 +421,18 @@ def check_leaks(sets: dict[str, ProblemSet]) -> dict[str, dict[str, int]]:
 # --------------------------------------------------------------------------------------------------------------------
 # Main
 
+def wanted_sets(cfg: PrepareDataConfig) -> tuple[str, ...]:
+    """Names of the files to write. Raises UserError for a set that the source does not have."""
+    known = SAMPLE_SETS if cfg.source == "sample" else REAL_SETS
+    for name in cfg.sets:
+        if name not in known:
+            raise UserError(f"--sets: --source {cfg.source} has no set {name!r}, only {', '.join(known)}{nearest(name, known)}")
+    return tuple(cfg.sets) or known
+
+
 def gather(cfg: PrepareDataConfig) -> dict[str, ProblemSet]:
-    """All sets that the request needs, by name, training sets cleaned and dm_val held out."""
-    wanted = tuple(cfg.sets) or (SAMPLE_SETS if cfg.source == "sample" else REAL_SETS)
+    """The sets to write, by name, training sets cleaned and dm_val held out."""
+    wanted = wanted_sets(cfg)
     # A training set is checked against every benchmark, so these are read even where they are not asked for.
     training = any(name in TRAINING_SETS + DM_SETS for name in wanted)
     needed = set(wanted) | set(BENCHMARKS if training else ())
@@ -477,6 +486,7 @@ def print_summary(output_dir: Path, sets: dict[str, ProblemSet]) -> None:
 
 
 def main(cfg: PrepareDataConfig) -> None:
+    wanted_sets(cfg)  # a wrong name is refused before anything is read or written
     output_dir = require_writable_dir(cfg.output_dir)
     sets = gather(cfg)
     write_sets(output_dir, sets)
