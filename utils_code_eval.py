@@ -781,13 +781,13 @@ def _enter_namespaces() -> int:
     return proc
 
 
-def _drop_privileges(namespaces: bool) -> None:
+def _drop_privileges(isolation: str) -> None:
     """No capabilities, and no way to get any by executing a set-uid file."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, bytes(24))
     with contextlib.suppress(OSError):  # one more layer where the kernel has it; what it adds is measured by sandbox_status
-        _filter_calls(None if namespaces else os.getpid())
+        _filter_calls(isolation)
 
 
 # System calls that no solution of a programming problem makes and that attacks on a kernel start with, by number.
@@ -806,12 +806,10 @@ _SIGNAL_CALLS = {"x86_64": (62, 200, 234, 129, 297, 424), "aarch64": (129, 130, 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def _filter_program(machine: str, own_pid: int | None) -> bytes:
-    """A seccomp filter in classic BPF: sockets other than AF_UNIX and the calls above fail; another architecture's calls kill.
+def _filter_program(machine: str, families: tuple[int, ...], own_pid: int | None) -> bytes:
+    """A seccomp filter in classic BPF: the calls above and sockets outside `families` fail; another architecture's calls kill.
 
-    Sockets are refused although the network namespace is empty, because some families (vsock to the host of a virtual machine) do
-    not belong to a network namespace. With `own_pid`, signals to any other process are refused: without a process namespace,
-    kill(-1, SIGKILL) would end everything this user runs.
+    With `own_pid`, signals to any other process fail: without a process namespace, kill(-1, SIGKILL) would end all this user runs.
     """
     load, equal, at_least, back = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
@@ -824,17 +822,23 @@ def _filter_program(machine: str, own_pid: int | None) -> bytes:
         for number in _SIGNAL_CALLS[machine]:
             code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, own_pid), (back, 0, 0, refuse | errno.EPERM),
                      (back, 0, 0, allow)]
-    code += [(equal, 0, 3, _SOCKET_CALL[machine]), (load, 0, 0, 16), (equal, 1, 0, int(socket.AF_UNIX)),
-             (back, 0, 0, refuse | errno.EAFNOSUPPORT), (back, 0, 0, allow)]
+    code += [(equal, 0, 2 + 2 * len(families), _SOCKET_CALL[machine]), (load, 0, 0, 16)]
+    for family in families:
+        code += [(equal, 0, 1, family), (back, 0, 0, allow)]
+    code += [(back, 0, 0, refuse | errno.EAFNOSUPPORT), (back, 0, 0, allow)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
-def _filter_calls(own_pid: int | None) -> None:
+def _filter_calls(isolation: str) -> None:
     """Install the filter for this process and all it starts. Raises OSError where the kernel has none; needs no privilege."""
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
-    program = ctypes.create_string_buffer(_filter_program(machine, own_pid))
+    # Internet sockets lead nowhere in an empty network namespace; other families (vsock, to the host of a virtual machine) may not
+    # belong to a network namespace at all.
+    families = (socket.AF_UNIX,) if isolation == "none" else (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+    own_pid = None if isolation == "namespaces" else os.getpid()
+    program = ctypes.create_string_buffer(_filter_program(machine, tuple(map(int, families)), own_pid))
     descriptor = struct.pack("@HxxxxxxP", (len(program) - 1) // 8, ctypes.addressof(program))
     _call("prctl", 22, ctypes.c_ulong(2), descriptor, ctypes.c_ulong(0), ctypes.c_ulong(0))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
@@ -866,7 +870,7 @@ def _become(role: str, limits: dict, keep: list[int], server: dict) -> None:
     os.closerange(3 + len(moved), _MAX_FDS)
     os.environ.clear()
     _set_limits(limits, server["process_base"])
-    _drop_privileges(server["namespaces"])
+    _drop_privileges(server["isolation"])
     if role == "checker":
         _prctl(_PR_SET_DUMPABLE, 0)  # no process of the same user may look into it or take its descriptors
 
@@ -1025,7 +1029,7 @@ def serve(control_fd: int, isolation: str) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the caller's business
-    server = {"namespaces": isolation == "namespaces", "proc": None, "process_base": 8}
+    server = {"isolation": isolation, "namespaces": isolation == "namespaces", "proc": None, "process_base": 8}
     try:
         if isolation != "bubblewrap":
             server["process_base"] = _process_base(isolation == "namespaces")
@@ -1489,7 +1493,8 @@ def _read_completions(path: str, problems: dict[str, dict]) -> list[dict]:
             raise UserError(f"{where}: task_id {row['task_id']!r} is not in the problem file")
     if not rows:
         raise UserError(f"{path} holds no completions")
-    return rows
+    # JSON can hold half a character (a lone surrogate), as a response cut between bytes does; a UTF-8 file cannot
+    return [{**row, "completion": row["completion"].encode("utf-8", "replace").decode()} for row in rows]
 
 
 def main(cfg) -> None:
