@@ -1180,6 +1180,10 @@ def training_bytes(job: Job, parameters: int) -> tuple[float, float]:
     return parameters * state * (max(1, options.keep_checkpoints) + 1.0), parameters * master
 
 
+def size_text(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
@@ -1198,8 +1202,8 @@ def require_disk(cfg: ExperimentConfig, jobs: dict[str, Job], parallel: int) -> 
     root = Path(cfg.results_root)
     free = shutil.disk_usage(next(p for p in (root, *root.resolve().parents) if p.exists())).free
     if need - there > free:
-        hint = "" if cfg.prune else f"; with --prune it would be {(need_pruned - there) / 1e9:.1f} GB"
-        raise UserError(f"{len(todo)} training run(s) will write up to {(need - there) / 1e9:.1f} GB below {root}, and {free / 1e9:.1f} GB "
+        hint = "" if cfg.prune else f"; with --prune it would be {size_text(need_pruned - there)}"
+        raise UserError(f"{len(todo)} training run(s) will write up to {size_text(need - there)} below {root}, and {size_text(free)} "
                         f"are free{hint}. Free some space, choose another --results_root, or keep fewer checkpoints "
                         f"(--train_args keep_checkpoints=1)")
 

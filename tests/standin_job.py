@@ -82,12 +82,19 @@ def behave(before_output: bool) -> None:
         hoard = [bytearray(os.urandom(1 << 20) * 8) for _ in range(64)]
         print(len(hoard))
     if what == "no_gpu":
+        listed = HOUSE / "gpus.txt"
+        listed.write_text("".join(g for g in listed.read_text().splitlines(True) if g.strip() != os.environ["CUDA_VISIBLE_DEVICES"]))
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
-    if what == "fill_disk":
-        with open(Path(flag("--output_dir")) / "big", "wb") as handle:
-            while True:
-                handle.write(os.urandom(1 << 16))
-                handle.flush()
+    if what in ("fill_disk", "fill_disk_and_leave"):
+        big = Path(flag("--output_dir")) / "big"
+        try:
+            with open(big, "wb", buffering=0) as handle:
+                while True:
+                    if handle.write(os.urandom(1 << 12)) < 1 << 12:
+                        handle.write(b"x")
+        finally:
+            if what == "fill_disk":
+                big.unlink()
     if what == "no_output":
         event("end")
         sys.exit(0)

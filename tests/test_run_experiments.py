@@ -269,3 +269,358 @@ def test_more_steps_go_on_from_the_checkpoint_when_forced(house):
     final = "train_logs/fp32_seed1/final_model/model.safetensors"
     assert fresh.results()[final] == house.results()[final]
 
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Failures
+
+def only(state: str, rows: dict[str, dict]) -> set[str]:
+    return {name for name, row in rows.items() if row["state"] == state}
+
+
+def test_failed_training_is_named_and_the_others_finish(house):
+    house.behave(train__bf16_seed1=["exit1"])
+    output = house.run(code=1)
+    rows = house.status()
+    assert only("failed", rows) == {"train/bf16_seed1"}
+    assert only("blocked", rows) == {"eval/bf16_seed1", "sparsity/bf16_seed1"}
+    assert len(only("done", rows)) == len(rows) - 3
+    assert rows["train/bf16_seed1"]["exit_code"] == 1 and rows["train/bf16_seed1"]["reason"] == "exit 1, the work failed on purpose"
+    assert "failed: train/bf16_seed1: exit 1, the work failed on purpose (log: out/logs/train-bf16_seed1.log)" in output
+    assert "VERDICT TABLE of 6 files" in output
+    status = house.run(mode="status", code=1)
+    assert re.search(r"bf16_seed1 +failed +blocked +blocked", status) and "the work failed on purpose" in status
+
+    house.behave()
+    house.forget()
+    house.run()
+    assert sorted(house.started()) == ["analysis", "eval/bf16_seed1", "sparsity/bf16_seed1", "train/bf16_seed1"]
+    assert only("done", house.status()) == set(rows)
+
+
+def test_retry_gives_a_job_another_chance_but_not_a_wrong_request(house):
+    house.behave(train__fp32_seed1=["late_exit1", "ok"], train__bf16_seed1=["exit2"])
+    output = house.run("--seeds", "1", "--retries", "2", mode="train", code=2)
+    assert house.started().count("train/fp32_seed1") == 2 and house.started().count("train/bf16_seed1") == 1
+    rows = house.status()
+    assert rows["train/fp32_seed1"]["state"] == "done" and rows["train/fp32_seed1"]["attempts"] == 2
+    assert "--flag is wrong on purpose" in output
+    lines = (house.folder / "out/train_logs/fp32_seed1/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_keep_going_false_starts_nothing_after_a_failure(house):
+    house.behave(train__fp32_seed1=["exit1"])
+    house.run("--keep_going", "false", "--max_parallel", "1", mode="train", code=1)
+    assert house.started() == ["data", "train/fp32_seed1"]
+    assert only("blocked", house.status()) == {"train/bf16_seed1", "train/fp32_seed2", "train/bf16_seed2"}
+
+
+def test_failed_base_evaluation_blocks_every_evaluation(house):
+    house.behave(base=["traceback"])
+    output = house.run("--seeds", "1", code=1)
+    assert house.status()["base"]["reason"] == "exit 1, ValueError: a bug on purpose"
+    assert "blocked: eval/bf16_seed1: base failed" in output
+
+
+def test_output_that_is_missing_after_a_good_exit_is_a_failure(house):
+    house.behave(eval__fp32_seed1=["no_output"])
+    house.run("--seeds", "1", code=1)
+    assert "ended well but out/eval_metrics/fp32_seed1.json does not exist" in house.status()["eval/fp32_seed1"]["reason"]
+
+
+def test_hanging_job_is_stopped_with_its_helpers(house):
+    house.behave(train__bf16_seed1=["hang"])
+    output = house.run("--seeds", "1", "--stall_minutes", "0.1", mode="train", code=1)
+    rows = house.status()
+    assert rows["train/bf16_seed1"]["reason"] == "no progress for 0.1 minutes" and rows["train/fp32_seed1"]["state"] == "done"
+    log = (house.folder / "out/logs/train-bf16_seed1.log").read_text()
+    assert not alive(int(re.search(r"helper (\d+)", log).group(1))), output
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_killed_job_is_tried_again_alone(house):
+    house.behave(train__bf16_seed1=["late_sigkill", "ok"])
+    house.run("--retries", "1", mode="train")
+    log = house.run(mode="status")
+    assert re.search(r"bf16_seed1 +done", log)
+    begun, ended = house.events(), {(e["job"]): e["time"] for e in house.events("end")}
+    again = [e["time"] for e in begun if e["job"] == "train/bf16_seed1"][1]
+    for e in begun:
+        if e["job"] != "train/bf16_seed1":
+            assert ended[e["job"]] < again or e["time"] > ended["train/bf16_seed1"]
+
+
+def test_memory_limit_is_recognised(house):
+    house.behave(train__bf16_seed1=["eat_memory"])
+    house.run("--seeds", "1", mode="train", code=1)
+    assert house.status()["train/bf16_seed1"]["reason"].startswith("exit 1, out of memory: MemoryError")
+
+
+@pytest.fixture
+def small_cgroup():
+    """A cgroup limited to 64 MiB (either version), or skip where none can be made."""
+    name = f"rlvr_test_{os.getpid()}"
+    for parent, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        folder = parent / name
+        try:
+            folder.mkdir()
+            (folder / limit).write_text(str(64 << 20))
+        except OSError:
+            continue
+        yield folder
+        time.sleep(0.2)  # the killed process leaves the group a moment after it is reaped
+        folder.rmdir()
+        return
+    pytest.skip("no cgroup can be made here (needs root and a writable cgroup file system)")
+
+
+def test_kill_by_the_kernels_memory_limit_is_recognised(house, small_cgroup):
+    house.behave(train__bf16_seed1=["eat_cgroup"])
+    house.run("--seeds", "1", mode="train", code=1, STANDIN_CGROUP=str(small_cgroup))
+    assert house.status()["train/bf16_seed1"]["reason"] == "killed for memory by the kernel"
+    assert house.status()["train/fp32_seed1"]["state"] == "done"
+
+
+def mount_tmpfs(folder: Path, options: str) -> None:
+    folder.mkdir(exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here (needs root)")
+
+
+@pytest.fixture
+def small_disk(house):
+    """The results folder of the house on a file system of 1 MiB."""
+    mount_tmpfs(house.folder / "out", "size=1m")
+    yield house.folder / "out"
+    subprocess.run(["umount", str(house.folder / "out")], check=True)
+
+
+def test_full_disk_is_named_and_a_rerun_completes(house, small_disk):
+    house.behave(train__bf16_seed1=["fill_disk"])
+    house.run("--max_parallel", "1", code=1)
+    rows = house.status()
+    assert rows["train/bf16_seed1"]["reason"].startswith("exit 1, disk full: OSError: [Errno 28] No space left on device")
+    assert only("failed", rows) == {"train/bf16_seed1"} and rows["eval/bf16_seed2"]["state"] == "done"
+    house.behave()
+    house.run()
+    assert only("done", house.status()) == set(rows)
+
+
+def test_disk_that_stays_full_stops_no_orchestrator(house, small_disk):
+    house.behave(train__fp32_seed1=["late_fill_disk_and_leave"])
+    output = house.run("--max_parallel", "1", "--seeds", "1", code=1)
+    assert "train/fp32_seed1: FAILED" in output and "No space left on device" in output
+    (small_disk / "train_logs/fp32_seed1/big").unlink()
+    house.behave()
+    house.run("--seeds", "1")
+    assert only("done", house.status()) == set(house.status())
+
+
+def test_grid_that_cannot_fit_on_the_disk_is_refused(house, small_disk):
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [100_000], "data_offsets": [0, 200_000]}}).encode()
+    (house.folder / "base_model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(200_000))
+    # fp32: 3 checkpoints of 12 bytes and a final model of 4; bf16: 3 of 10 and 2; two seeds of each: 144 bytes a parameter
+    output = house.run(code=2)
+    assert "4 training run(s) will write up to 0.0 GB" not in output
+    assert re.search(r"4 training run\(s\) will write up to 14\.\d MB below out, and \d\.\d MB are free; with --prune", output)
+    assert house.started() == []
+
+
+def test_read_only_results_folder_is_refused(house):
+    mount_tmpfs(house.folder / "out", "ro")
+    try:
+        output = house.run(code=2)
+    finally:
+        subprocess.run(["umount", str(house.folder / "out")], check=True)
+    assert "output folder out is not writable: Read-only file system" in output and house.started() == []
+
+
+def test_prune_keeps_models_and_metrics_only(house):
+    house.run("--seeds", "1", "--prune")
+    run = house.folder / "out/train_logs/bf16_seed1"
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "final_model", "metrics.jsonl"]
+    house.forget()
+    house.run("--seeds", "1", "--prune")
+    assert house.started() == []
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--precision_modes", "fp32", "bf61"], "'bf61' is not one of"),
+    (["--mode", "ful"], "did you mean full?"),
+    (["--seed", "1"], "unknown flag --seed (did you mean --seeds?)"),
+    (["--seeds", "1", "1"], "--seeds: 1 is named twice"),
+    (["--config", "configs/none.yaml"], "configs/none.yaml does not exist"),
+    (["--train_args", "learning_rat=1"], "unknown option learning_rat (did you mean learning_rate?)"),
+    (["--train_args", "seed=1"], "seed is set by the grid itself"),
+    (["--train_args", "learning_rate=fast"], "expected float, got 'fast'"),
+    (["--force", "bf16_sed1"], "no such run or job (did you mean bf16_seed1?)"),
+    (["--eval_tasks_config", "configs/none.json"], "configs/none.json does not exist"),
+    (["--data_source", "raw"], "--data_source raw needs --raw_dir"),
+    (["--gpus", "0,7"], "--gpus 0,7: GPU 7 is not there (nvidia-smi finds: 0, 1, 2, 3)"),
+    (["--gpus_per_job", "5"], "only 4 GPU(s) to use"),
+    (["--model_name_or_path", "nobody/imaginary-9000B"], "use --config configs/tiny.yaml"),
+])
+def test_wrong_request_is_one_clear_line_and_starts_nothing(house, four_gpus, flags, message):
+    output = house.run(*flags, code=2, **four_gpus)
+    assert message in output and output.startswith("error: ") and len(output.splitlines()) == 1
+    assert house.started() == [] and not (house.folder / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# GPUs
+
+def add_gpus(house: House) -> dict[str, str]:
+    """Environment in which nvidia-smi lists the GPUs of gpus.txt: 0 to 3."""
+    (house.folder / "gpus.txt").write_text("0\n1\n2\n3\n")
+    folder = house.folder / "bin"
+    folder.mkdir()
+    smi = folder / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ncase "$1" in *memory*) echo 141000;; *) sed "s/.*/&, GPU-uuid-&/" "$(dirname "$0")/../gpus.txt";; esac\n')
+    smi.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def four_gpus(house) -> dict[str, str]:
+    return add_gpus(house)
+
+
+def leases(house: House) -> list[tuple[str, float, float]]:
+    """(GPU, start, end) of every job that had one."""
+    ended = {e["pid"]: e["time"] for e in house.events("end")}
+    return [(gpu, e["time"], ended[e["pid"]]) for e in house.events() if e["gpus"] for gpu in e["gpus"].split(",")]
+
+
+def test_gpus_are_never_shared_and_never_idle_while_work_waits(tmp_path):
+    house = House(new_folder(tmp_path / "slow_house"), train=3.0)
+    env = add_gpus(house)
+    house.run("--seeds", "1", "2", "3", "4", "5", "6", "--gpus", "0,1,2,3", "--max_parallel", "0", mode="train", **env)
+    spans = leases(house)
+    assert len(spans) == 12 and {gpu for gpu, _, _ in spans} == {"0", "1", "2", "3"}
+    for gpu in "0123":
+        mine = sorted((start, end) for g, start, end in spans if g == gpu)
+        assert len(mine) == 3 and all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+    rows = [row for row in house.status().values() if row["stage"] == "train"]
+    wall = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
+    assert wall < 1.15 * sum(row["seconds"] for row in rows) / 4
+
+
+def test_lost_gpu_is_not_used_again_and_its_job_moves(house, four_gpus):
+    house.behave(train__bf16_seed1=["no_gpu", "ok"])
+    output = house.run("--retries", "1", "--max_parallel", "0", mode="train", **four_gpus)
+    used = [e["gpus"] for e in house.events() if e["job"] == "train/bf16_seed1"]
+    assert len(used) == 2 and used[0] != used[1]
+    assert f"GPU {used[0]} is gone" in output
+    assert "GPU missing or broken: RuntimeError: CUDA error" in output
+
+
+def test_without_any_gpu_left_the_waiting_jobs_fail_and_the_grid_ends(house, four_gpus):
+    (house.folder / "gpus.txt").write_text("0\n")
+    house.behave(train__fp32_seed1=["no_gpu"])
+    house.run("--seeds", "1", "--retries", "1", "--max_parallel", "0", mode="train", code=1, **four_gpus)
+    assert house.status()["train/bf16_seed1"]["reason"] == "needs 1 GPU(s), and 0 are left"
+
+
+def test_cpu_jobs_see_no_gpu_and_several_gpus_start_under_torchrun(house, four_gpus):
+    output = house.run("--seeds", "1", "--gpus_per_job", "2", "--dry_run", **four_gpus)
+    train = next(line for line in output.splitlines() if "train_rlvr.py" in line)
+    assert "-m torch.distributed.run --standalone --nproc_per_node=2 train_rlvr.py" in train
+    house.run("--seeds", "1", **four_gpus)
+    seen = {e["job"]: e["gpus"] for e in house.events()}
+    assert seen["sparsity/bf16_seed1"] == "" and seen["analysis"] == "" and seen["train/bf16_seed1"] in "0123"
+    house.forget()
+    house.run("--seeds", "2", "--gpus", "none", mode="train", **four_gpus)
+    assert {e["gpus"] for e in house.events()} == {""}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stopping, and starting again
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def orphans(house: House) -> list[int]:
+    """Processes of this house's jobs that are still there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"RLVR_EXPERIMENT_JOB={house.folder}".encode() in (entry / "environ").read_bytes() and alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_signal_lets_jobs_write_a_checkpoint_and_a_rerun_goes_on(house, number):
+    house.write("standin.json", {"train": 5.0})
+    grid = house.start("--seeds", "1", mode="train")
+    wait_for(lambda: len(list(house.folder.glob("out/train_logs/*/metrics.jsonl"))) == 2 and all(
+        p.read_text() for p in house.folder.glob("out/train_logs/*/metrics.jsonl")))
+    grid.send_signal(number)
+    output, _ = grid.communicate(timeout=60)
+    assert grid.returncode == 3, output
+    assert len(house.events("interrupted")) == 2 and orphans(house) == []
+    assert only("interrupted", house.status()) == {"train/fp32_seed1", "train/bf16_seed1"}
+    house.write("standin.json", {"train": 0.1})
+    house.run("--seeds", "1", mode="train")
+    for path in house.folder.glob("out/train_logs/*/metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_second_stop_signal_ends_everything_at_once(house):
+    house.behave(train__fp32_seed1=["hang"], train__bf16_seed1=["hang"])
+    grid = house.start("--seeds", "1", mode="train")
+    wait_for(lambda: all("helper" in p.read_text() for p in house.folder.glob("out/logs/train-*.log"))
+             and len(list(house.folder.glob("out/logs/train-*.log"))) == 2)
+    grid.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert grid.poll() is None  # both ignore the gentle stop
+    grid.send_signal(signal.SIGINT)
+    grid.communicate(timeout=30)
+    assert grid.returncode == 3 and orphans(house) == []
+
+
+def test_only_one_orchestrator_works_on_a_results_folder(house):
+    house.write("standin.json", {"train": 20.0})
+    first = house.start("--seeds", "1", mode="train")
+    wait_for(lambda: "train/fp32_seed1" in house.started())
+    output = house.run("--seeds", "1", mode="train", code=2)
+    assert f"process {first.pid} on" in output and "another run_experiments.py works on out" in output
+    wait_for(lambda: re.search(r"fp32_seed1 +\d/5", house.run("--seeds", "1", mode="status")))
+    status = house.run("--seeds", "1", mode="status")
+    assert f"at work: process {first.pid}" in status
+    first.kill()
+    first.communicate()
+    status = house.run("--seeds", "1", mode="status")
+    assert "no run_experiments.py is at work" in status and re.search(r"fp32_seed1 +interrupted", status)
+    house.write("standin.json", {"train": 0.1})
+    house.run("--seeds", "1", mode="train")  # the lock of the dead one does not hold it up
+
+
+def test_grid_killed_at_random_moments_ends_like_an_undisturbed_one(house):
+    undisturbed = House(new_folder(house.folder.with_name("undisturbed")), train=1.0)
+    undisturbed.run("--seeds", "1", "2")
+    house.write("standin.json", {"train": 1.0, "eval": 0.3})
+    rng = random.Random(0)
+    for _ in range(8):
+        grid = house.start("--seeds", "1", "2", "--max_parallel", "2")
+        time.sleep(rng.uniform(0.3, 3.0))
+        grid.kill()
+        grid.communicate()
+    house.run("--seeds", "1", "2")
+    assert orphans(house) == []
+    assert house.results() == undisturbed.results()
+    running = [(e["time"], e["job"]) for e in house.events()]
+    assert len(running) > 15  # the kills did interrupt something
