@@ -1,0 +1,914 @@
+"""J_k, delta J_k and KL_k of one policy against the base, on every benchmark of a task list.
+
+In:  a base policy, a trained policy, a task list (configs/eval_tasks*.json) with its problem files.
+Out: eval_metrics/{run}.json (scores per problem and draw, differences, KL, errors, outcomes), eval_samples/{run}/{task}.jsonl (one
+     graded response a line), eval_metrics/base.json (the base policy's scores, kept for every later run with the same settings).
+
+The embedded model on a CPU, under a minute:
+    python eval_policy.py --config configs/tiny.yaml --ft_ckpt results/tiny/train_logs/bf16_seed1/final_model --eval_base
+The study on one GPU, hours:
+    python eval_policy.py --base_ckpt Qwen/Qwen2.5-Math-7B --ft_ckpt results/train_logs/bf16_seed1/final_model \
+        --eval_tasks_config configs/eval_tasks_config.json --output_path results/eval_metrics/bf16_seed1.json --eval_base
+
+Three stages, each over all tasks, so that one model at a time need be in the sampler: base policy (unless cached), trained policy,
+KL. Finished tasks are kept in eval_metrics/.{run}.partial; the same command after a kill repeats none of them.
+
+J_k is avg@k at the task's temperature and top-p, the same random numbers for every policy. KL_k has samples of its own at temperature
+1 and top-p 1: its expectation is over the policy itself. It is computed by float32 forwards of the weights as evaluated (rounded to
+eval_dtype, whatever the checkpoint stores).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Iterator
+
+from config import EvalConfig, UserError, WorkError, config_hash, run_name
+from utils_data import (EvalTask, format_prompt, load_manifest_entry, load_task_problems, load_tasks, prompt_text,
+                        resolved_template)
+from utils_run import (git_state, package_versions, read_json, read_jsonl, require_writable_dir, run_script, sha256_file,
+                       strict_json, write_jsonl, write_text)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROOT = Path(__file__).resolve().parent
+RESULT_FORMAT = 1  # of the files written here; a cached base of another format is not used
+OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
+KL_STREAM = 1  # second element of the random stream: KL draws share no random numbers with graded ones
+# Prompts that leave less room than max_new_tokens are sampled in groups of one cap, rounded down to this: a batch has one cap.
+CONTEXT_STEP = 64
+SIGNIFICANT_DIGITS = 8  # of stored per-draw KL values: float32 has 7.2
+RUN_NAME = re.compile(r"(?P<arm>(?P<mode>[A-Za-z0-9_]+)(?:\+.+?)?)_seed(?P<seed>\d+)(?:_rep(?P<rep>\d+))?")
+# Room left beside two float32 models for activations and logits before they are held one after the other.
+KL_HEADROOM_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is evaluated
+
+@dataclass(frozen=True)
+class TaskInput:
+    """One benchmark, ready to sample from."""
+
+    task: EvalTask
+    problems: list[dict[str, Any]]
+    prompts: list[list[int]]  # token ids
+    template: str  # as really used: a tokenizer without chat template falls back to text
+    data_sha256: str
+    synthetic: bool | None  # None: no manifest says
+
+    @property
+    def ids(self) -> list[str]:
+        return [p["id"] for p in self.problems]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a stage needs, checked before anything is written."""
+
+    cfg: EvalConfig
+    inputs: list[TaskInput]
+    tokenizer: Any
+    numerics: Any
+    base: str
+    ft: str | None
+    ft_weights: str | None
+    run: str
+    identity: dict[str, Any]
+    output: Path | None  # None: base only
+    cache: Path
+    samples: Path
+    base_samples: Path
+    base_keys: dict[str, dict[str, Any]]  # per task: what a cached base evaluation depends on
+    settings: dict[str, Any]
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f".{self.output.stem}.partial")
+
+    @property
+    def settings_hash(self) -> str:
+        return config_hash(self.settings)
+
+
+def checkpoint_folder(path: str) -> str:
+    """The folder that holds the model's config.json: ``path`` itself or its ``model`` folder; hub ids unchanged."""
+    inner = Path(path) / "model"
+    return str(inner) if not (Path(path) / "config.json").exists() and (inner / "config.json").exists() else path
+
+
+def weights_id(path: str, revision: str | None = None) -> str:
+    """What identifies a policy's weights: SHA-256 over the files that define it, or a hub id with its resolved commit.
+
+    generation_config.json counts, because the end-of-sequence ids are read from it.
+    Raises: UserError if the folder holds no model or the hub does not know the id.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        weights = sorted(folder.glob("*.safetensors"))
+        if not weights or not (folder / "config.json").is_file():
+            raise UserError(f"model folder {path} has no {'config.json' if weights else '*.safetensors'}")
+        files = [*weights, folder / "config.json", folder / "generation_config.json"]
+        return config_hash({f.name: sha256_file(f) for f in files if f.exists()})
+    from transformers.utils.hub import cached_file
+    try:
+        return f"{path}@{Path(cached_file(path, 'config.json', revision=revision)).parent.name}"
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {path} is no folder here and cannot be had from the hub: {str(error).splitlines()[0]}") from None
+
+
+def run_identity(ft_ckpt: str, output: Path | None) -> dict[str, Any]:
+    """Study, arm, seed and replicate of the trained policy: from its rlvr_run.json, else from the output file's name, else null."""
+    for folder in (Path(ft_ckpt), Path(ft_ckpt).parent):
+        if (folder / "rlvr_run.json").is_file():
+            found = read_json(folder / "rlvr_run.json")
+            if not isinstance(found, dict):
+                raise UserError(f"{folder / 'rlvr_run.json'}: expected an object")
+            return {"study": found.get("study"), "arm": found.get("arm"), "precision_mode": found.get("precision_mode"),
+                    "overrides": found.get("overrides") or {}, "seed": found.get("seed"),
+                    "noise_replicate": found.get("noise_replicate") or 0, "train_config_hash": found.get("config_hash"),
+                    "train_synthetic": found.get("synthetic_data"), "source": "rlvr_run.json"}
+    match = RUN_NAME.fullmatch(output.stem) if output else None
+    return {"study": None, "arm": match["arm"] if match else None, "precision_mode": match["mode"] if match else None,
+            "overrides": None if match is None or "+" in match["arm"] else {}, "seed": int(match["seed"]) if match else None,
+            "noise_replicate": int(match["rep"] or 0) if match else None, "train_config_hash": None, "train_synthetic": None,
+            "source": "file name" if match else None}
+
+
+def name_of_run(identity: dict[str, Any], ft_ckpt: str) -> str:
+    """Name of the result file where --output_path is not given. Raises UserError if nothing names the run."""
+    if identity["arm"] is not None and identity["overrides"] is not None and identity["seed"] is not None:
+        return run_name(identity["precision_mode"], identity["overrides"], identity["seed"], identity["noise_replicate"])
+    raise UserError(f"{ft_ckpt} has no rlvr_run.json that names arm and seed; give --output_path .../ARM_seedS.json")
+
+
+def load_input(task: EvalTask, cfg: EvalConfig, tokenizer: Any) -> TaskInput:
+    """Problems and prompts of one task, with the overrides of the command line."""
+    if cfg.num_samples:
+        task = dataclasses.replace(task, num_samples=cfg.num_samples)
+    problems = load_task_problems(task)[:cfg.limit or None]
+    entry = load_manifest_entry(task.path)
+    return TaskInput(task, problems, [format_prompt(p, task.prompt_template, tokenizer) for p in problems],
+                     resolved_template(task.prompt_template, tokenizer), sha256_file(task.path),
+                     entry["synthetic"] if entry else None)
+
+
+def select_tasks(cfg: EvalConfig) -> list[EvalTask]:
+    """Tasks of the list, or those named by --tasks. Raises UserError for a name that is not in the list."""
+    from config import nearest
+    tasks = load_tasks(cfg.eval_tasks_config)
+    names = [t.name for t in tasks]
+    for name in cfg.tasks:
+        if name not in names:
+            raise UserError(f"--tasks {name}: not in {cfg.eval_tasks_config}{nearest(name, names)}; it has {', '.join(names)}")
+    return [t for t in tasks if not cfg.tasks or t.name in cfg.tasks]
+
+
+def grader_version(task_type: str) -> str:
+    """What graded: the source of the grader and, for mathematics, math-verify's version. Other grader, other scores."""
+    source = "utils_code_eval.py" if task_type == "code" else "utils_math_eval.py"
+    version = "" if task_type == "code" else f"+math-verify {package_versions(('math-verify',))['math-verify']}"
+    return sha256_file(ROOT / source)[:16] + version
+
+
+def engine_id(cfg: EvalConfig, numerics: Any) -> dict[str, Any]:
+    """Engine, versions and numerical settings that sampled tokens depend on."""
+    versions = package_versions(("torch", "transformers", "vllm"))
+    kept = {"hf": ("torch", "transformers"), "vllm": ("torch", "vllm")}[cfg.rollout_engine]
+    return {"engine": cfg.rollout_engine, **{name: versions[name] for name in kept}, "dtype": cfg.eval_dtype,
+            "device": numerics.device, "sdpa_backend": numerics.sdpa_backend, "cpu_matmul": numerics.cpu_matmul,
+            "batch_size": cfg.batch_size}
+
+
+def task_settings(item: TaskInput, cfg: EvalConfig) -> dict[str, Any]:
+    """What a task's scores depend on, the policy apart."""
+    digest = hashlib.sha256(json.dumps(item.prompts).encode()).hexdigest()
+    return {"task": item.task.name, "task_type": item.task.task_type, "template": item.template,
+            "data_sha256": item.data_sha256, "token_ids_sha256": digest, "num_problems": len(item.problems), "limit": cfg.limit,
+            "num_samples": item.task.num_samples, "temperature": item.task.temperature, "top_p": item.task.top_p,
+            "max_new_tokens": item.task.max_new_tokens, "eval_seed": cfg.eval_seed, "grader": grader_version(item.task.task_type)}
+
+
+def samples_folder(cfg: EvalConfig, metrics: Path, run: str) -> Path:
+    """eval_samples/RUN beside eval_metrics, or beside the result file where its folder has another name."""
+    root = metrics.parent if metrics.name == "eval_metrics" else metrics
+    return root / "eval_samples" / run
+
+
+def make_plan(cfg: EvalConfig) -> Plan:
+    """Resolve and check the request. Raises UserError for anything that is wrong with it; writes nothing."""
+    base, ft = cfg.base_ckpt or cfg.model_name_or_path, cfg.ft_ckpt and checkpoint_folder(cfg.ft_ckpt)
+    if not ft and not cfg.eval_base:
+        raise UserError("nothing to evaluate: give --ft_ckpt, or --eval_base for the base policy alone")
+    tasks = select_tasks(cfg)
+    given = Path(cfg.output_path) if cfg.output_path else None
+    if given and given.is_dir():
+        raise UserError(f"--output_path {given} is a folder; name a JSON file in it")
+    base_id, ft_id = weights_id(base, cfg.model_revision), weights_id(ft) if ft else None
+    identity = run_identity(cfg.ft_ckpt, given) if ft else {}
+    metrics = given.parent if given else Path(cfg.results_root) / "eval_metrics"
+    output = None if not ft else given or metrics / f"{name_of_run(identity, cfg.ft_ckpt)}.json"
+    cache = given if given and not ft else metrics / "base.json"
+    run = output.stem if output else "base"
+    if output and output.name == cache.name:
+        raise UserError(f"--output_path {output}: this name is kept for the base policy's scores; choose another")
+
+    from utils_precision import DTYPES, load_tokenizer, resolve_device, setup_numerics
+    tokenizer = load_tokenizer(base, cfg.model_revision)
+    inputs = [load_input(task, cfg, tokenizer) for task in tasks]
+    check_code_tasks(inputs, cfg)
+    low = DTYPES[cfg.eval_dtype if cfg.eval_dtype != "float32" else "bfloat16"]
+    numerics = setup_numerics(True, cfg.sdpa_backend, cfg.cpu_matmul, cfg.num_threads, resolve_device(cfg.device), low)
+    engine = engine_id(cfg, numerics)
+    per_task = {item.task.name: task_settings(item, cfg) for item in inputs}
+    keys = {name: {"format": RESULT_FORMAT, "weights": base_id, **engine, **settings} for name, settings in per_task.items()}
+    settings = {"format": RESULT_FORMAT, "base_weights": base_id, "engine": engine, "tasks": per_task, "kl_num_samples":
+                cfg.kl_num_samples, "kl_max_problems": cfg.kl_max_problems}
+    samples = Path(cfg.samples_dir) if cfg.samples_dir else samples_folder(cfg, metrics, run)
+    base_samples = samples if not ft else samples_folder(cfg, metrics, "base")
+    return Plan(cfg, inputs, tokenizer, numerics, base, ft, ft_id, run, identity, output, cache, samples, base_samples, keys, settings)
+
+
+def check_code_tasks(inputs: list[TaskInput], cfg: EvalConfig) -> None:
+    """UserError if generated code may not be run here."""
+    if any(item.task.task_type == "code" for item in inputs):
+        from utils_code_eval import CodePool
+        with CodePool(1, allow_unsafe=cfg.allow_unsafe_code_execution):
+            pass
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sampling and grading
+
+def open_engine(plan: Plan, path: str, revision: str | None = None) -> Any:
+    """The sampler for one policy, with weights in eval_dtype."""
+    cfg = plan.cfg
+    if cfg.rollout_engine == "vllm":
+        from utils_rollout import VLLMEngine
+        return VLLMEngine(path, plan.tokenizer, cfg.eval_dtype, None, cfg.vllm_gpu_memory_fraction, cfg.vllm_tensor_parallel_size,
+                          context_length(path, revision), revision)
+    from utils_precision import load_model
+    from utils_rollout import HFEngine
+    return HFEngine(load_model(path, cfg.eval_dtype, plan.numerics.device, plan.numerics, revision), plan.tokenizer, cfg.batch_size)
+
+
+def context_length(path: str, revision: str | None) -> int:
+    from transformers import AutoConfig
+    return int(AutoConfig.from_pretrained(path, revision=revision).max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Responses of one task: [problem][draw]. caps: new tokens each problem was allowed."""
+
+    responses: list[list[list[int]]]
+    finish_reasons: list[list[str]]
+    caps: list[int]
+
+
+def response_caps(prompts: list[list[int]], max_new_tokens: int, context: int) -> list[int]:
+    """New tokens allowed after each prompt: max_new_tokens, or what the context leaves, rounded down to CONTEXT_STEP."""
+    caps = []
+    for prompt in prompts:
+        room = context - len(prompt)
+        caps.append(max_new_tokens if room >= max_new_tokens else max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP)))
+    return caps
+
+
+def draw(engine: Any, item: TaskInput, num_samples: int, temperature: float, top_p: float, seed: int, stream: tuple[int, ...],
+         count: int, progress: Callable[[int], Any]) -> Samples:
+    """``num_samples`` responses to each of the first ``count`` problems.
+
+    Random numbers depend on (seed, stream, problem id, draw, position, token) alone, so every policy meets the same ones.
+    """
+    from utils_rollout import SamplingParams, problem_key
+    prompts, ids = item.prompts[:count], item.ids[:count]
+    caps = response_caps(prompts, item.task.max_new_tokens, engine.context)
+    for problem_id, cap, prompt in zip(ids, caps, prompts):
+        if cap < 1:
+            raise UserError(f"task {item.task.name}, problem {problem_id}: its prompt of {len(prompt)} tokens fills the model's "
+                            f"context of {engine.context}")
+    responses: list[Any] = [None] * len(prompts)
+    reasons: list[Any] = [None] * len(prompts)
+    for cap in sorted(set(caps), reverse=True):
+        rows = [i for i, c in enumerate(caps) if c == cap]
+        out = engine.generate([prompts[i] for i in rows], num_samples, SamplingParams(temperature, top_p, cap, seed), stream,
+                              [problem_key(ids[i]) for i in rows], progress=progress)
+        for k, i in enumerate(rows):
+            responses[i] = out.responses[k * num_samples:(k + 1) * num_samples]
+            reasons[i] = out.finish_reasons[k * num_samples:(k + 1) * num_samples]
+    return Samples(responses, reasons, caps)
+
+
+class Graders:
+    """Both graders, started when first needed; a context manager. Code benchmarks must pass their own solutions first."""
+
+    def __init__(self, workers: int, allow_unsafe: bool) -> None:
+        self.workers, self.allow_unsafe = workers, allow_unsafe
+        self.stack = contextlib.ExitStack()
+        self.math = self.code = None
+
+    def __enter__(self) -> Graders:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.close()
+
+    def grade(self, texts: list[str], problems: list[dict[str, Any]], task_type: str) -> list[Any]:
+        """One grade (outcome, extracted, rule) per text; equal texts for one problem are graded once."""
+        places: dict[tuple[str, str], int] = {}
+        index = [places.setdefault((p["id"], t), len(places)) for t, p in zip(texts, problems)]
+        first: dict[int, int] = {}
+        for row, place in enumerate(index):
+            first.setdefault(place, row)
+        unique = [(texts[row], problems[row]) for row in first.values()]
+        if task_type == "code":
+            grades = self._code_pool().grade(unique)
+        else:
+            grades = self._math_pool().grade([(text, p["answer"], task_type) for text, p in unique], strict=False)
+        return [grades[place] for place in index]
+
+    def check_benchmark(self, item: TaskInput) -> None:
+        """UserError if a code benchmark's own solutions fail here."""
+        if item.task.task_type == "code":
+            from utils_code_eval import check_canonical
+            check_canonical(item.problems, self.workers, allow_unsafe=self.allow_unsafe)
+
+    def _math_pool(self) -> Any:
+        if self.math is None:
+            from utils_math_eval import GradePool
+            self.math = self.stack.enter_context(GradePool(self.workers))
+        return self.math
+
+    def _code_pool(self) -> Any:
+        if self.code is None:
+            from utils_code_eval import CodePool
+            self.code = self.stack.enter_context(CodePool(self.workers, allow_unsafe=self.allow_unsafe))
+        return self.code
+
+
+def graded_rows(item: TaskInput, samples: Samples, tokenizer: Any, graders: Graders) -> list[dict[str, Any]]:
+    """One row a response, as written to eval_samples."""
+    draws = item.task.num_samples
+    flat = [ids for per_problem in samples.responses for ids in per_problem]
+    texts = tokenizer.batch_decode(flat, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    problems = [p for p in item.problems for _ in range(draws)]
+    grades = graders.grade(texts, problems, item.task.task_type)
+    prompts = [prompt_text(p, item.task.prompt_template, tokenizer) for p in item.problems]
+    reasons = [r for per_problem in samples.finish_reasons for r in per_problem]
+    return [{"task": item.task.name, "problem_id": p["id"], "sample": i % draws, "prompt": prompts[i // draws], "response": text,
+             "token_ids": ids, "finish_reason": reason, "max_new_tokens": samples.caps[i // draws], "outcome": g.outcome,
+             "extracted": g.extracted, "rule": g.rule}
+            for i, (p, text, ids, reason, g) in enumerate(zip(problems, texts, flat, reasons, grades))]
+
+
+def by_problem(rows: list[dict[str, Any]], ids: list[str]) -> list[list[dict[str, Any]]]:
+    """Rows as [problem][draw]. Raises WorkError unless every problem has the same number of draws."""
+    table: dict[str, list[dict[str, Any]]] = {i: [] for i in ids}
+    for row in rows:
+        table.setdefault(row["problem_id"], []).append(row)
+    lengths = {len(v) for v in table.values()}
+    if len(table) != len(ids) or len(lengths) != 1 or lengths == {0}:
+        raise WorkError("saved samples do not hold the same number of draws for each problem of the task")
+    return [sorted(table[i], key=lambda row: row["sample"]) for i in ids]
+
+
+def score_summary(rows: list[dict[str, Any]], ids: list[str], task: EvalTask) -> dict[str, Any]:
+    """Scores and counts of one policy on one task, from its graded rows."""
+    from utils_math_eval import maj_at_k, pass_at_k
+    table = by_problem(rows, ids)
+    correct = [[int(row["outcome"] == "correct") for row in draws] for draws in table]
+    draws = len(correct[0])
+    powers = [k for k in (1 << e for e in range(draws.bit_length())) if k <= draws]
+    mean = _mean
+    return {
+        "problem_ids": ids, "correct": correct,
+        "outcomes": {o: sum(row["outcome"] == o for row in rows) for o in OUTCOMES},
+        "pass_at_k": {str(k): mean([pass_at_k(draws, sum(c), k) for c in correct]) for k in powers},
+        # a vote needs answers that can be equal; two programs are hardly ever the same text
+        "maj_at_k": None if task.task_type == "code" else {str(draws): mean(
+            [maj_at_k([row["extracted"] for row in d], c) for d, c in zip(table, correct)])},
+        "truncated_fraction": mean([row["finish_reason"] == "length" for row in rows]),
+        "context_limited_fraction": mean([row["max_new_tokens"] < task.max_new_tokens for row in rows]),
+        "mean_response_tokens": mean([len(row["token_ids"]) for row in rows]),
+    }
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values)
+
+
+def task_stream(name: str) -> int:
+    """The integer that names a task in the sampling hash."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, label: str, unit: str) -> Iterator[Any]:
+    """A bar with rate and time left on standard error; a line every half minute where that is no terminal."""
+    from tqdm import tqdm
+    interval = 0.5 if sys.stderr.isatty() else 30.0
+    with tqdm(total=total, desc=label, unit=unit, mininterval=interval, maxinterval=interval, dynamic_ncols=True) as bar:
+        yield bar
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stage 1: base policy, cached
+
+def read_cache(path: Path) -> dict[str, Any]:
+    """Cached base evaluations by the hash of their key; empty where there is no cache or it has another format."""
+    if not path.exists():
+        return {}
+    content = read_json(path)
+    return content["entries"] if isinstance(content, dict) and content.get("format") == RESULT_FORMAT else {}
+
+
+def add_to_cache(path: Path, key: dict[str, Any], scores: dict[str, Any], samples: str) -> None:
+    """Add one task's base scores. Other processes may do the same at the same time: under a lock, then renamed."""
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = read_cache(path)
+        entries[config_hash(key)] = {"task": key["task"], "key": key, "scores": scores, "samples": samples}
+        write_text(path, compact_json({"format": RESULT_FORMAT, "entries": dict(sorted(entries.items()))}))
+
+
+def why_missing(entries: dict[str, Any], key: dict[str, Any]) -> str:
+    """In what the nearest cached evaluation of the task differs."""
+    same_task = [e["key"] for e in entries.values() if e["task"] == key["task"]]
+    if not same_task:
+        return "none is cached"
+    differing = min(([k for k in key if other.get(k) != key[k]] for other in same_task), key=len)
+    return f"the cached one differs in {', '.join(differing)}"
+
+
+def base_scores(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Cache entry of every task, or UserError that names --eval_base."""
+    entries = read_cache(plan.cache)
+    for name, key in plan.base_keys.items():
+        if config_hash(key) not in entries:
+            raise UserError(f"no valid base evaluation of task {name} in {plan.cache} ({why_missing(entries, key)}); add --eval_base")
+    return {name: entries[config_hash(key)] for name, key in plan.base_keys.items()}
+
+
+def evaluate_base(plan: Plan) -> None:
+    """Sample and grade the base policy on every task that is not in the cache yet."""
+    entries = read_cache(plan.cache)
+    todo = [item for item in plan.inputs if config_hash(plan.base_keys[item.task.name]) not in entries]
+    if not todo:
+        return
+    require_writable_dir(plan.base_samples)
+    cfg = plan.cfg
+    with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
+        for item in todo:
+            graders.check_benchmark(item)
+        engine = open_engine(plan, plan.base, cfg.model_revision)
+        total = sum(len(item.problems) * item.task.num_samples for item in todo)
+        with progress_bar(total, "base policy", "response") as bar:
+            for item in todo:
+                bar.set_postfix_str(item.task.name)
+                key = plan.base_keys[item.task.name]
+                rows = sample_and_grade(engine, item, plan, graders, bar.update)
+                # one file per key: a quick look with --limit must not replace the samples of the full evaluation
+                file = plan.base_samples / f"{item.task.name}.{config_hash(key)}.jsonl"
+                write_jsonl(file, rows)
+                add_to_cache(plan.cache, key, score_summary(rows, item.ids, item.task), file.name)
+
+
+def sample_and_grade(engine: Any, item: TaskInput, plan: Plan, graders: Graders, progress: Callable[[int], Any]) -> list[dict]:
+    task = item.task
+    samples = draw(engine, item, task.num_samples, task.temperature, task.top_p, plan.cfg.eval_seed, (task_stream(task.name),),
+                   len(item.problems), progress)
+    return graded_rows(item, samples, plan.tokenizer, graders)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stage 2: trained policy
+
+def kl_problem_count(item: TaskInput, cfg: EvalConfig) -> int:
+    return min(len(item.problems), cfg.kl_max_problems or len(item.problems))
+
+
+def read_partial(plan: Plan) -> dict[str, Any]:
+    """Finished tasks of an interrupted evaluation with these very settings and weights; else empty."""
+    key = {"settings_hash": plan.settings_hash, "ft_weights": plan.ft_weights}
+    empty = {"key": key, "graded": {}, "kl": {}}
+    if not plan.partial.exists():
+        return empty
+    try:
+        found = read_json(plan.partial)
+    except UserError:
+        return empty
+    return found if isinstance(found, dict) and found.get("key") == key else empty
+
+
+def sample_policy(plan: Plan) -> None:
+    """Graded and KL samples of the trained policy for every task that is not finished."""
+    cfg, partial = plan.cfg, read_partial(plan)
+    todo = [item for item in plan.inputs if item.task.name not in partial["graded"]]
+    if not todo:
+        return
+    with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
+        engine = open_engine(plan, plan.ft)
+        total = sum(len(item.problems) * item.task.num_samples + kl_problem_count(item, cfg) * cfg.kl_num_samples for item in todo)
+        with progress_bar(total, plan.run, "response") as bar:
+            for item in todo:
+                bar.set_postfix_str(item.task.name)
+                rows = sample_and_grade(engine, item, plan, graders, bar.update)
+                write_jsonl(plan.samples / f"{item.task.name}.jsonl", rows)
+                if cfg.kl_num_samples:
+                    write_jsonl(kl_samples_path(plan, item), kl_rows(engine, item, plan, bar.update))
+                partial["graded"][item.task.name] = score_summary(rows, item.ids, item.task)
+                write_text(plan.partial, strict_json(partial, indent=None))
+
+
+def kl_samples_path(plan: Plan, item: TaskInput) -> Path:
+    return plan.samples / "kl" / f"{item.task.name}.jsonl"
+
+
+def kl_rows(engine: Any, item: TaskInput, plan: Plan, progress: Callable[[int], Any]) -> list[dict[str, Any]]:
+    """Samples at temperature 1 and top-p 1, one row a response."""
+    cfg = plan.cfg
+    count = kl_problem_count(item, cfg)
+    samples = draw(engine, item, cfg.kl_num_samples, 1.0, 1.0, cfg.eval_seed, (task_stream(item.task.name), KL_STREAM), count, progress)
+    return [{"task": item.task.name, "problem_id": problem_id, "sample": j, "token_ids": ids, "finish_reason": reason}
+            for problem_id, responses, reasons in zip(item.ids, samples.responses, samples.finish_reasons)
+            for j, (ids, reason) in enumerate(zip(responses, reasons))]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Stage 3: KL
+
+@dataclass
+class Sequences:
+    """Distinct (problem, response) pairs of one task and which of them each draw is. Equal draws are computed once."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    kl: list[list[int]]  # [problem][draw] -> index
+    graded: list[list[int]]
+
+
+def collect_sequences(plan: Plan, item: TaskInput) -> Sequences:
+    """KL samples, and as many graded samples of the same problems, read back from disk."""
+    cfg, count = plan.cfg, kl_problem_count(item, plan.cfg)
+    ids = item.ids[:count]
+    index: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def place(rows: list[dict[str, Any]]) -> list[list[int]]:
+        return [[index.setdefault((p, tuple(row["token_ids"])), len(index)) for row in draws]
+                for p, draws in enumerate(by_problem(rows, ids))]
+
+    kl = place(read_jsonl(kl_samples_path(plan, item)))
+    wanted = set(ids)
+    graded = place([row for row in read_jsonl(plan.samples / f"{item.task.name}.jsonl")
+                    if row["problem_id"] in wanted and row["sample"] < cfg.kl_num_samples])
+    return Sequences([item.prompts[p] for p, _ in index], [list(r) for _, r in index], kl, graded)
+
+
+def batches(sequences: Sequences, max_tokens: int) -> list[list[int]]:
+    """Indices of similar length together, each batch at most ``max_tokens`` padded tokens (or one row)."""
+    lengths = [len(p) + len(r) for p, r in zip(sequences.prompts, sequences.responses)]
+    out: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if out and lengths[out[-1][0]] * (len(out[-1]) + 1) <= max_tokens:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
+@dataclass
+class SequenceSums:
+    """Sums over the response tokens of each distinct sequence, float64, and the largest |log-ratio| of a token."""
+
+    exact: np.ndarray  # nats; NaN where it could not be computed
+    log_ratio: np.ndarray
+    k2: np.ndarray
+    k3: np.ndarray
+    largest: np.ndarray
+
+    @classmethod
+    def empty(cls, count: int) -> SequenceSums:
+        import numpy as np
+        return cls(*(np.zeros(count) for _ in range(5)))
+
+    def add(self, batch: list[int], rows: Any, exact: Any, logprobs: Any, ref_logprobs: Any) -> None:
+        """Reduce per-token values (N,) of one batch; exact may be None."""
+        import torch
+
+        from utils_kl import expm1_minus
+        row = rows.cell_index // rows.response_mask.shape[1]
+        log_ratio = logprobs - ref_logprobs
+
+        def sums(values: Any) -> Any:
+            return torch.zeros(len(batch), dtype=torch.float64, device=values.device).index_add_(0, row, values.double()).cpu().numpy()
+
+        self.exact[batch] = sums(exact) if exact is not None else float("nan")
+        self.log_ratio[batch], self.k2[batch] = sums(log_ratio), sums(log_ratio.square() / 2)
+        self.k3[batch] = sums(expm1_minus(-log_ratio))
+        largest = torch.zeros(len(batch), device=log_ratio.device).scatter_reduce_(0, row, log_ratio.abs(), "amax")
+        self.largest[batch] = largest.cpu().numpy()
+
+
+def load_float32(plan: Plan, path: str, revision: str | None = None) -> Any:
+    """The policy as evaluated (weights rounded to eval_dtype), with float32 forwards."""
+    from utils_precision import load_model
+    return load_model(path, plan.cfg.eval_dtype, plan.numerics.device, plan.numerics, revision).float()
+
+
+def available_bytes(device: str) -> int:
+    """Memory that a further model could take."""
+    if device == "cuda":
+        import torch
+        return torch.cuda.mem_get_info()[0]
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measure_kl(plan: Plan) -> None:
+    """KL of every task that is not finished, into the partial file."""
+    partial = read_partial(plan)
+    todo = [item for item in plan.inputs if item.task.name not in partial["kl"]]
+    if not todo or not plan.cfg.kl_num_samples:
+        return
+    import torch
+    sequences = {item.task.name: collect_sequences(plan, item) for item in todo}
+
+    def finish(item: TaskInput, sums: SequenceSums, reason: str | None) -> None:
+        partial["kl"][item.task.name] = kl_summary(sequences[item.task.name], sums, item.ids[:kl_problem_count(item, plan.cfg)], reason)
+        write_text(plan.partial, strict_json(partial, indent=None))
+
+    with torch.no_grad(), progress_bar(sum(len(s.prompts) for s in sequences.values()), "KL", "response") as bar:
+        policy = load_float32(plan, plan.ft)
+        size = sum(p.numel() * p.element_size() for p in policy.parameters())
+        fits = size + KL_HEADROOM_BYTES[plan.numerics.device] <= available_bytes(plan.numerics.device)
+        if plan.cfg.kl_models == "together" or (plan.cfg.kl_models == "auto" and fits):
+            kl_together(plan, todo, sequences, policy, finish, bar)
+        else:
+            kl_one_by_one(plan, todo, sequences, policy, finish, bar)
+
+
+def padded(plan: Plan, sequences: Sequences, batch: list[int]) -> Any:
+    from utils_kl import pad_rows
+    pad = plan.tokenizer.pad_token_id
+    return pad_rows([sequences.prompts[i] for i in batch], [sequences.responses[i] for i in batch], 0 if pad is None else pad,
+                    plan.numerics.device)
+
+
+def kl_together(plan: Plan, todo: list[TaskInput], sequences: dict[str, Sequences], policy: Any, finish: Callable, bar: Any) -> None:
+    """Both models in memory: one pass over the sequences."""
+    from utils_kl import compare_tokens, output_head, response_hidden
+    base = load_float32(plan, plan.base, plan.cfg.model_revision)
+    check_vocabularies(policy, base)
+    for item in todo:
+        bar.set_postfix_str(item.task.name)
+        own = sequences[item.task.name]
+        sums = SequenceSums.empty(len(own.prompts))
+        for batch in batches(own, plan.cfg.logprob_tokens):
+            rows = padded(plan, own, batch)
+            exact, logprobs, ref = compare_tokens(output_head(policy), output_head(base), response_hidden(policy, rows),
+                                                  response_hidden(base, rows), rows.targets)
+            sums.add(batch, rows, exact, logprobs, ref)
+            bar.update(len(batch))
+        finish(item, sums, None)
+
+
+def kl_one_by_one(plan: Plan, todo: list[TaskInput], sequences: dict[str, Sequences], policy: Any, finish: Callable, bar: Any) -> None:
+    """One model at a time: the policy's final hidden states wait on disk for the base, where the disk has room for them."""
+    import gc
+    import shutil
+
+    import numpy as np
+    import torch
+
+    from utils_kl import compare_tokens, head_logprobs, output_head, response_hidden
+    device, width = plan.numerics.device, policy.config.hidden_size
+    tokens = {name: sum(len(r) for r in s.responses) for name, s in sequences.items()}
+    need, free = 4 * width * sum(tokens.values()), shutil.disk_usage(plan.samples).free
+    reason = None
+    if need > 0.9 * free:
+        reason = (f"both models do not fit into memory together, and hidden states of {need / 1e9:.1f} GB do not fit on the disk "
+                  f"({free / 1e9:.1f} GB free); lower --kl_max_problems or --kl_num_samples")
+        print(f"kl_exact_per_token will be null: {reason}", file=sys.stderr)
+    else:
+        print(f"KL: one model at a time; {need / 1e9:.3f} GB of hidden states are written to {plan.samples} and removed at the end",
+              file=sys.stderr)
+    bar.total *= 2
+    own_logprobs: dict[str, list[Any]] = {}
+    head = output_head(policy)
+    spill = plan.samples / ".kl_hidden.tmp"
+    try:
+        with open(spill, "wb") as file:
+            for item in todo:
+                bar.set_postfix_str(f"{item.task.name}, policy")
+                own = sequences[item.task.name]
+                own_logprobs[item.task.name] = []
+                for batch in batches(own, plan.cfg.logprob_tokens):
+                    rows = padded(plan, own, batch)
+                    hidden = response_hidden(policy, rows)
+                    own_logprobs[item.task.name].append(head_logprobs(head, hidden, rows.targets)[0].cpu())
+                    if reason is None:
+                        hidden.cpu().numpy().tofile(file)
+                    bar.update(len(batch))
+        del policy, hidden
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        base = load_float32(plan, plan.base, plan.cfg.model_revision)
+        with open(spill, "rb") as file:
+            for item in todo:
+                bar.set_postfix_str(f"{item.task.name}, base")
+                own = sequences[item.task.name]
+                sums = SequenceSums.empty(len(own.prompts))
+                for batch, logprobs in zip(batches(own, plan.cfg.logprob_tokens), own_logprobs[item.task.name]):
+                    rows = padded(plan, own, batch)
+                    ref_hidden = response_hidden(base, rows)
+                    logprobs = logprobs.to(device)
+                    if reason is None:
+                        values = np.fromfile(file, dtype=np.float32, count=len(rows.targets) * width)
+                        hidden = torch.from_numpy(values.reshape(-1, width)).to(device)
+                        exact, _, ref = compare_tokens(head, output_head(base), hidden, ref_hidden, rows.targets)
+                    else:
+                        exact, ref = None, head_logprobs(output_head(base), ref_hidden, rows.targets)[0]
+                    sums.add(batch, rows, exact, logprobs, ref)
+                    bar.update(len(batch))
+                finish(item, sums, reason)
+    finally:
+        spill.unlink(missing_ok=True)
+
+
+def check_vocabularies(policy: Any, base: Any) -> None:
+    sizes = [m.get_output_embeddings().weight.shape[0] for m in (policy, base)]
+    if sizes[0] != sizes[1]:
+        raise UserError(f"the trained policy's vocabulary has {sizes[0]} entries, the base's {sizes[1]}: not the same model family")
+
+
+def kl_summary(sequences: Sequences, sums: SequenceSums, ids: list[str], reason: str | None) -> dict[str, Any]:
+    """KL_k of one task with its errors, from sums per sequence.
+
+    Returns: avg_kl (nats a sequence, plain mean of log-ratios), kl_per_token and its k2, k3 and exact forms (nats a token, every token
+             weighs the same), kl_exact (nats a sequence), each with its standard error over problems; values per draw.
+    """
+    import numpy as np
+
+    from utils_kl import estimate_mean, estimate_ratio
+    index, graded = np.array(sequences.kl), np.array(sequences.graded)                   # (P, K)
+    tokens = np.array([len(r) for r in sequences.responses], dtype=np.float64)
+    lengths = tokens[index]
+    sequence = estimate_mean(sums.log_ratio[index])
+    out: dict[str, Any] = {
+        "avg_kl": sequence.mean, "avg_kl_se": sequence.se, "avg_kl_sampling_se": sequence.sampling_se,
+        "kl_num_problems": len(ids), "kl_num_samples": index.shape[1], "kl_mean_tokens": float(lengths.mean()),
+        "logratio_on_graded_samples": estimate_mean(sums.log_ratio[graded]).mean,
+        "kl_max_abs_token_logratio": float(sums.largest[index].max()),
+    }
+    for name, values in (("kl_per_token", sums.log_ratio), ("kl_k2_per_token", sums.k2), ("kl_k3_per_token", sums.k3)):
+        estimate = estimate_ratio(values[index], lengths)
+        out |= {name: estimate.mean, f"{name}_se": estimate.se}
+    scores: dict[str, Any] = {"problem_ids": ids, "kl_exact_per_token": None, "logratio": digits(sums.log_ratio[index]),
+                              "num_tokens": lengths.astype(int).tolist()}
+    if reason is None:
+        per_token, per_sequence = estimate_ratio(sums.exact[index], lengths), estimate_mean(sums.exact[index])
+        out |= {"kl_exact_per_token": per_token.mean, "kl_exact_per_token_se": per_token.se,
+                "kl_exact_per_token_sampling_se": per_token.sampling_se, "kl_exact": per_sequence.mean, "kl_exact_se": per_sequence.se}
+        scores["kl_exact_per_token"] = digits(sums.exact[index] / lengths)
+    else:
+        out |= {"kl_exact_per_token": None, "kl_exact_per_token_se": None, "kl_exact_per_token_sampling_se": None, "kl_exact": None,
+                "kl_exact_se": None, "kl_exact_reason": reason}
+    return {**out, "kl_scores": scores}
+
+
+def digits(values: np.ndarray) -> list[list[float]]:
+    return [[float(f"{v:.{SIGNIFICANT_DIGITS}g}") for v in row] for row in values.tolist()]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Result
+
+def task_result(item_task: EvalTask, template: str, data: dict[str, Any], base: dict[str, Any], ft: dict[str, Any],
+                kl: dict[str, Any] | None) -> dict[str, Any]:
+    """One entry of ``tasks``: scores of both policies, their paired difference, KL, counts."""
+    import numpy as np
+
+    from utils_kl import estimate_mean
+    before, after = np.array(base["correct"]), np.array(ft["correct"])                   # (P, K)
+    base_score, ft_score = estimate_mean(before), estimate_mean(after)
+    delta = estimate_mean((after.mean(axis=1) - before.mean(axis=1))[:, None])           # paired by problem
+    none = {key: None for key in ("avg_kl", "avg_kl_se", "kl_per_token", "kl_k3_per_token", "kl_exact_per_token",
+                                  "logratio_on_graded_samples")} | {"kl_reason": "switched off (--kl_num_samples 0)"}
+    return {
+        "task_type": item_task.task_type, "on_task": item_task.on_task, "num_problems": len(ft["correct"]),
+        "num_samples": len(ft["correct"][0]), **data,
+        "sampling": {"temperature": item_task.temperature, "top_p": item_task.top_p, "max_new_tokens": item_task.max_new_tokens,
+                     "prompt_template": template},
+        "base_avg_score": base_score.mean, "ft_avg_score": ft_score.mean, "delta_j": delta.mean, "delta_j_se": delta.se,
+        "base_score_se": base_score.se, "ft_score_se": ft_score.se,
+        "base_sampling_se": base_score.sampling_se, "ft_sampling_se": ft_score.sampling_se,
+        **({k: v for k, v in kl.items() if k != "kl_scores"} if kl else none),
+        "outcomes": ft["outcomes"], "base_outcomes": base["outcomes"],
+        **{f"{key}": ft[key] for key in SIDE_FIELDS}, **{f"base_{key}": base[key] for key in SIDE_FIELDS},
+        "scores": {"problem_ids": ft["problem_ids"], "base": base["correct"], "ft": ft["correct"]},
+        **({"kl_scores": kl["kl_scores"]} if kl else {}),
+    }
+
+
+SIDE_FIELDS = ("pass_at_k", "maj_at_k", "truncated_fraction", "context_limited_fraction", "mean_response_tokens")
+
+
+def overall_synthetic(evaluated: list[bool | None], trained: bool | None) -> bool | None:
+    """True if any data set is synthetic, False if all evaluated ones are known to be real, None where nobody says."""
+    return True if trained or any(evaluated) else None if None in evaluated else False
+
+
+def write_result(plan: Plan) -> dict[str, Any]:
+    """Assemble and write {run}.json, then drop the partial file."""
+    partial, base, identity = read_partial(plan), base_scores(plan), plan.identity
+    tasks = {}
+    for item in plan.inputs:
+        name = item.task.name
+        data = {"data_path": item.task.path, "data_sha256": item.data_sha256, "synthetic": item.synthetic,
+                "base_samples": str(plan.base_samples / base[name]["samples"])}
+        tasks[name] = task_result(item.task, item.template, data, base[name]["scores"], partial["graded"][name], partial["kl"].get(name))
+    cfg = plan.cfg
+    result = {
+        "format": RESULT_FORMAT, "study": identity["study"] or cfg.study,
+        **{k: identity[k] for k in ("arm", "precision_mode", "overrides", "seed", "noise_replicate")},
+        "identity_source": identity["source"], "train_config_hash": identity["train_config_hash"],
+        "base_ckpt": plan.base, "base_weights": plan.settings["base_weights"], "ft_ckpt": cfg.ft_ckpt, "ft_weights": plan.ft_weights,
+        "synthetic_data": overall_synthetic([i.synthetic for i in plan.inputs], identity["train_synthetic"]),
+        "eval_dtype": cfg.eval_dtype, "eval_tasks_config": cfg.eval_tasks_config,
+        "sampling": {"eval_seed": cfg.eval_seed, "limit": cfg.limit, **plan.settings["engine"],
+                     "kl": {"num_samples": cfg.kl_num_samples, "max_problems": cfg.kl_max_problems, "temperature": 1.0, "top_p": 1.0,
+                            "weights_dtype": cfg.eval_dtype, "forward_dtype": "float32"}},
+        "versions": {**package_versions(), **git_state()}, "settings_hash": plan.settings_hash, "samples_dir": str(plan.samples),
+        "tasks": tasks,
+    }
+    write_text(plan.output, compact_json(result))
+    plan.partial.unlink(missing_ok=True)
+    return result
+
+
+def compact_json(value: Any) -> str:
+    """Strict JSON, indented, with each innermost list on one line (scores per draw would fill a line a number)."""
+    text = strict_json(value)
+    # only structure has raw newlines: inside a JSON string a newline is escaped
+    return re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", lambda m: "[" + re.sub(r"\n\s*", " ", m.group(1)) + "]", text) + "\n"
+
+
+def number(value: float | None, form: str = ".4f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print(f"{'task':<14}{'n x k':>10}{'base':>8}{'tuned':>8}{'delta':>9}{'se':>8}{'KL/token':>11}{'unparsed':>10}{'truncated':>10}")
+    for name, t in result["tasks"].items():
+        unparsed = t["outcomes"]["unparsed"] / sum(t["outcomes"].values())
+        print(f"{name:<14}{t['num_problems']:>6} x{t['num_samples']:>2}{t['base_avg_score']:>8.4f}{t['ft_avg_score']:>8.4f}"
+              f"{t['delta_j']:>+9.4f}{number(t['delta_j_se']):>8}{number(t['kl_exact_per_token'], '.3e'):>11}{unparsed:>10.3f}"
+              f"{t['truncated_fraction']:>10.3f}")
+
+
+def print_base_table(entries: dict[str, dict[str, Any]]) -> None:
+    print(f"{'task':<14}{'n x k':>10}{'base':>8}{'unparsed':>10}{'truncated':>10}")
+    for name, entry in entries.items():
+        s = entry["scores"]
+        flat = [c for draws in s["correct"] for c in draws]
+        print(f"{name:<14}{len(s['correct']):>6} x{len(s['correct'][0]):>2}{_mean(flat):>8.4f}{s['outcomes']['unparsed'] / len(flat):>10.3f}"
+              f"{s['truncated_fraction']:>10.3f}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+def main(cfg: EvalConfig) -> int:
+    plan = make_plan(cfg)
+    if not cfg.eval_base:
+        base_scores(plan)  # before anything is sampled
+    for folder in (plan.cache.parent, plan.samples):
+        require_writable_dir(folder)
+    if cfg.eval_base:
+        evaluate_base(plan)
+    entries = base_scores(plan)
+    if plan.output is None:
+        print_base_table(entries)
+        print(f"base policy: {plan.cache}")
+        return 0
+    sample_policy(plan)
+    measure_kl(plan)
+    print_table(write_result(plan))
+    print(f"{plan.run}: {plan.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main, EvalConfig, description=__doc__)
