@@ -680,3 +680,20 @@ class PrepareModelConfig:
             raise UserError("--model_revision is only for --source hub")
         if self.gguf_path and self.source != "smollm2_gguf":
             raise UserError("--gguf_path is only for --source smollm2_gguf")
+
+
+@register_section("precision")
+@dataclass(frozen=True)
+class PrecisionCheckConfig:
+    """Options of utils_precision.py as a command."""
+
+    config: str | None = option(None, "YAML file of the training run to check")
+    check_determinism: bool = option(False, "train twice with the same settings and compare every stored tensor and metric")
+    precision_mode: str = option("fp32", "precision arm", choices=tuple(PRECISION_MODES))
+    seed: int = option(1, "run seed")
+    num_steps: int = option(3, "DAPO steps of each of the two runs")
+    train_args: list[str] = option([], "further training options as name=value")
+
+    def check(self) -> None:
+        if not self.check_determinism:
+            raise UserError("nothing to do: give --check_determinism")

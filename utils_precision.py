@@ -724,3 +724,67 @@ def audit(model: nn.Module, optimizer: MasterAdamW, arm: PrecisionArm, numerics:
     if not error <= limit:
         raise WorkError(f"precision audit: a {arm.compute_dtype} product is off by {error:.1e}, the limit is {limit:.1e}")
     return report
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Command: train twice, compare everything
+
+def compare_runs(first: Path, second: Path, ignored_fields: tuple[str, ...]) -> str | None:
+    """The first thing in which two finished run folders differ (tensor or metric), or None.
+
+    Args: ignored_fields: prefixes of metric names that are clocks, rates and memory.
+    """
+    from safetensors.torch import load_file
+
+    from utils_run import read_jsonl
+    for folder in ("final_model", "checkpoints"):
+        for path in sorted((first / folder).rglob("*.safetensors")):
+            other = second / path.relative_to(first)
+            if not other.exists():
+                return f"{path.relative_to(first)} is missing in the second run"
+            a, b = load_file(path), load_file(other)
+            for name in sorted(a.keys() | b.keys()):
+                if name not in a or name not in b:
+                    return f"{path.relative_to(first)}: tensor {name} is in one run only"
+                if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name]):
+                    apart = int((a[name] != b[name]).sum()) if a[name].shape == b[name].shape else a[name].numel()
+                    return f"{path.relative_to(first)}: tensor {name}, {apart} of {a[name].numel()} elements"
+    for a, b in zip(read_jsonl(first / "metrics.jsonl"), read_jsonl(second / "metrics.jsonl"), strict=True):
+        for key in a:
+            if not key.startswith(ignored_fields) and a[key] != b.get(key):
+                return f"metrics.jsonl step {a['step']}: {key}, {a[key]} and {b.get(key)}"
+    return None
+
+
+def main(cfg) -> int:
+    """Train twice in fresh processes and say whether anything differs."""
+    import subprocess
+    import sys
+    import tempfile
+
+    from config import ROOT
+    runs = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("first", "second"):
+            out = Path(scratch) / name
+            command = [sys.executable, str(ROOT / "train_rlvr.py"), "--precision_mode", cfg.precision_mode, "--seed", str(cfg.seed),
+                       "--num_steps", str(cfg.num_steps), "--output_dir", str(out)]
+            command += ["--config", cfg.config] if cfg.config else []
+            for pair in cfg.train_args:
+                key, _, value = pair.partition("=")
+                command += [f"--{key}", value]
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+                raise WorkError(f"the {name} run failed with exit code {done.returncode}: {reason}")
+            runs.append(out)
+        difference = compare_runs(*runs, ignored_fields=("seconds/", "tokens_per_second", "memory/"))
+    print(f"{cfg.precision_mode}, seed {cfg.seed}, {cfg.num_steps} steps, twice: "
+          + (f"NOT identical, first difference in {difference}" if difference else "every stored tensor and metric identical"))
+    return 1 if difference else 0
+
+
+if __name__ == "__main__":
+    from config import PrecisionCheckConfig
+    from utils_run import run_script
+    run_script(main, PrecisionCheckConfig)
