@@ -1,14 +1,14 @@
 """Which weights moved between two checkpoints, as bf16 sees it and as they are stored.
 
 In:   two checkpoint folders (or hub ids) with safetensors weights; several in the modes --compare and --trajectory.
-Out:  one strict JSON file: `sparsity` (the seed formula on both ends cast to bf16), five `definitions` of "changed", counts per
-      tensor, layer and module kind, histograms of |dw| in bf16 ULPs and relative to the weight; with --geometry the measures of
-      the Three-Gate paper (spectral shift, subspace rotation, mask overlaps); with --plots the figures.
+Out:  one strict JSON file: `sparsity` (the seed formula on both ends cast to bf16), `definitions` (other meanings of
+      "changed"), counts per tensor, layer and module kind, histograms of |dw| in bf16 ULPs and relative to the weight; with
+      --geometry the measures of the Three-Gate paper (spectral shift, subspace rotation, mask overlaps); with --plots figures.
 
 CPU smoke run:  python utils_bf16_sparsity.py --base_ckpt data/tiny_base --ft_ckpt RUN/final_model --output_path out.json
-A 7B pair:      the same call on two 15 GB folders; reads each once, see README for the measured rate.
+A 7B pair:      the same call on two 15 GB folders reads each once: under half a minute from the page cache on two cores.
 
-"Changed" is always "not provably unchanged": an element with a NaN or an infinity at either end counts as changed under every
+"Changed" is "not provably unchanged": an element with a NaN or an infinity at either end counts as changed under every
 definition, and is counted apart in `nonfinite`.
 """
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help is insta
     import numpy as np
     import torch
 
-# Relative. Two different bf16 numbers are at least 2^-8 of the larger apart (hit at powers of two), so with any eta below that the
-# seed formula is inequality of values there.
+# Relative. Two different bf16 numbers are at least 2^-8 of the larger apart (hit at powers of two): with any eta below that,
+# the seed formula is inequality of values there.
 DEFAULT_ETA = 1e-3
 ABSOLUTE_TOLERANCE = 1e-5  # Mukherjee et al., arXiv 2505.11711
 CHUNK_BYTES = 64 << 20     # of one end; a unit of work and of the progress bar
 BLOCK_ELEMENTS = 1 << 16   # float32 temporaries of one block (256 KiB each) stay in a core's cache
 CUDA_BLOCK_ELEMENTS = 1 << 22  # fewer, larger kernels
-# Between these, the float32 sum of squares of a block neither overflowed nor lost terms that matter; else float64 is used.
+# Between these, a block's float32 sum of squares neither overflowed nor lost terms that matter; else float64 is used.
 FLOAT32_SQUARES = (1e-20, 1e30)
 FLOAT32_DOUBT = 2.0 ** -20     # relative; float32 quotients this close to a threshold are decided in float64
 FLOAT32_SMALLEST = 2.0 ** -149
 
 # Geometry
-EXACT_SVD_MAX_DIM = 1024   # smaller side; a 1024 x 4096 float64 SVD takes seconds on two cores, the cost grows with the cube
+EXACT_SVD_MAX_DIM = 1024   # smaller side; a 1024 x 4096 float64 SVD takes seconds on two cores, cost grows with the cube
 SVD_OVERSAMPLING, SVD_ITERATIONS, SVD_SEED = 16, 6, 0  # randomised SVD; what it missed is measured, not assumed
-NORM_COLUMNS, NORM_ITERATIONS, NORM_SAFETY = 8, 24, 1.01  # power iteration for spectral norms; the factor covers its shortfall
+NORM_COLUMNS, NORM_ITERATIONS, NORM_SAFETY = 8, 24, 1.01  # power iteration for norms; the factor covers its shortfall
 PRINCIPAL_ENERGY = 0.5     # share of ||W||_F^2 that the default principal subspace holds
 MAX_PRINCIPAL_RANK = 256   # bounds the cost on 7B matrices, where half the energy needs more
 
@@ -54,7 +54,7 @@ RELATIVE_BINS = (-30, 1)   # |dw| / max(|w|, |w'|) in [2^-30, 2]; it cannot exce
 BF16_MIN_EXPONENT = -126   # of normal numbers; subnormals and zero share the ULP of this binade, 2^-133
 
 STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-NOT_PARAMETERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked)$")  # buffers that old tools saved
+NOT_PARAMETERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked)$")  # saved buffers
 
 DEFINITIONS = {
     "seed_formula_bf16": "|w - w'| > eta * max(|w|, |w'|) on both ends rounded to bf16",
@@ -121,7 +121,7 @@ def resolve_checkpoint(name: str, flag: str) -> Path:
                                       ignore_patterns=["consolidated*", "optimizer*"]))
     except Exception as error:  # the hub client raises many kinds: network, gated, not found, disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WorkError(f"{flag} {name}: no such folder here, and it could not be downloaded from the hub: {reason}") from None
+        raise WorkError(f"{flag} {name}: no such folder, and it could not be downloaded from the hub: {reason}") from None
 
 
 def _weight_files(path: Path, flag: str) -> tuple[list[Path], dict[str, str]]:
@@ -155,7 +155,7 @@ def _weight_files(path: Path, flag: str) -> tuple[list[Path], dict[str, str]]:
     raise UserError(f"{flag} {path}: no model.safetensors and no model.safetensors.index.json in it{hint}")
 
 
-_PICKLE_REASON = "pickle checkpoints are refused (loading one can run any code); save it as safetensors with save_pretrained"
+_PICKLE_REASON = "pickle checkpoints are refused (loading one can run any code); save it with save_pretrained as safetensors"
 
 
 def _open_safetensors(file: Path) -> Any:
@@ -188,7 +188,7 @@ def open_checkpoint(name: str, flag: str = "checkpoint") -> Checkpoint:
                 skipped.append(key)
                 continue
             if view.get_dtype() not in STORED_DTYPES:
-                raise UserError(f"{file}: {key} is stored as {view.get_dtype()}; this tool reads {', '.join(STORED_DTYPES)}")
+                raise UserError(f"{file}: {key} is stored as {view.get_dtype()}; this reads {', '.join(STORED_DTYPES)}")
             tensors[key] = StoredTensor(file, tuple(view.get_shape()), STORED_DTYPES[view.get_dtype()])
     lost = sorted(set(weight_map) - set(tensors) - set(skipped))
     if lost:
@@ -241,8 +241,8 @@ def _same_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
 def drop_tied_copies(ends: list[Checkpoint]) -> dict[str, Any] | None:
     """Remove a stored copy of the input embedding (a tied head) from every end, so that it counts once.
 
-    A head is tied when config.json of an end says so; without that key, when one end has no head although the other's equals its
-    own embedding bit for bit, or when it is such a copy at every end. Returns what was done, or None without a tied head.
+    A head is tied when config.json of an end says so or, where none has that key, when every head that is stored equals its
+    own embedding bit for bit. Returns what was done, or None without a tied head.
     """
     embedding = _input_embedding(ends[0].tensors)
     heads = sorted({n for end in ends for n in end.tensors if module_kind(n) == "head" and n.endswith(".weight")})
@@ -274,7 +274,8 @@ def pair_tensors(base: Checkpoint, ft: Checkpoint, allow_missing: bool) -> Pairi
     """Parameters that both ends hold in the same shape. Raises UserError naming what does not fit."""
     kinds = [c.config.get("model_type") for c in (base, ft)]
     if all(kinds) and kinds[0] != kinds[1] and not allow_missing:
-        raise UserError(f"different architectures: {base.label} is {kinds[0]}, {ft.label} is {kinds[1]} (model_type in config.json)")
+        raise UserError(f"different architectures: {base.label} is {kinds[0]}, {ft.label} is {kinds[1]} "
+                        "(model_type in config.json)")
     only_base = sorted(set(base.tensors) - set(ft.tensors))
     only_ft = sorted(set(ft.tensors) - set(base.tensors))
     both = sorted(set(base.tensors) & set(ft.tensors))
@@ -287,16 +288,17 @@ def pair_tensors(base: Checkpoint, ft: Checkpoint, allow_missing: bool) -> Pairi
     if not allow_missing:
         for end, absent in ((ft, only_base), (base, only_ft)):
             if absent:
-                raise UserError(f"{end.label} has no tensor {_listing(absent)}; --allow_missing compares the rest and counts them")
+                raise UserError(f"{end.label} has no tensor {_listing(absent)}; "
+                                "--allow_missing compares the rest and counts them")
         if reshaped:
             name, (one, two) = next(iter(reshaped.items()))
             more = f" and {len(reshaped) - 1} more" if len(reshaped) > 1 else ""
             raise UserError(f"different shapes: {name} is {one} in {base.label} and {two} in {ft.label}{more}; "
                             "--allow_missing compares the rest and counts them")
-    count = sum(base.tensors[n].num_elements for n in [*only_base, *reshaped])
+    left_out = [sum(end.tensors[n].num_elements for n in [*only, *reshaped])
+                for end, only in ((base, only_base), (ft, only_ft))]
     return Pairing(names, {"only_in_base": only_base, "only_in_ft": only_ft, "different_shape": reshaped,
-                           "num_base_params_not_compared": count,
-                           "num_ft_params_not_compared": sum(ft.tensors[n].num_elements for n in [*only_ft, *reshaped])})
+                           "num_base_params_not_compared": left_out[0], "num_ft_params_not_compared": left_out[1]})
 
 
 def _listing(names: list[str]) -> str:
@@ -308,7 +310,7 @@ def _listing(names: list[str]) -> str:
 
 @dataclass
 class Moved:
-    """Counts and sums over some elements. Sums are lists of block sums, added with fsum: no order or chunking changes them."""
+    """Counts and sums over some elements. Sums are lists of block sums added with fsum: order and chunking change nothing."""
 
     num_params: int = 0
     nonfinite_base: int = 0
@@ -351,7 +353,7 @@ def _bit_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def _comparable(x: torch.Tensor) -> Any:
-    """``x`` itself on CUDA, its numpy view on CPU, where numpy compares and counts 5 to 10 times faster than torch (measured)."""
+    """``x`` itself on CUDA; on CPU its numpy view, which compares and counts 5 to 10 times faster than torch (measured)."""
     return x.numpy() if x.device.type == "cpu" else x
 
 
@@ -394,8 +396,8 @@ def count_above(estimate: torch.Tensor, threshold: float, exact: Callable[[torch
 def update_histogram(size: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor) -> np.ndarray:
     """Joint histogram of |dw| in bf16 ULPs of w and of |dw| / max(|w|, |w'|), in powers of two.
 
-    Args:    size: |w|. delta: |w' - w|. relative: delta / max(|w|, |w'|). All 1-D, finite, float32 or float64, delta not subnormal.
-    Returns: int64 (ULP bins + 2, relative bins + 1); the first bin of each axis is "below" and holds delta == 0 as well.
+    Args:    size: |w|. delta: |w' - w|, not subnormal. relative: delta / max(|w|, |w'|). All 1-D float32 or float64, finite.
+    Returns: int64 (ULP bins + 2, relative bins + 1); the first bin of each axis is "below" and holds delta == 0 too.
     """
     import numpy as np
     import torch
@@ -443,8 +445,8 @@ def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA
     num_differ = _count(differ)
     if num_differ == 0 and not moved.cast_overflow:
         return moved
-    if 2 * num_differ < base.numel() and not moved.cast_overflow:  # equal bits are unchanged under every definition; skip them where that pays
-        where = _positions(differ)
+    if 2 * num_differ < base.numel() and not moved.cast_overflow:
+        where = _positions(differ)  # equal bits are unchanged under every definition: leave them out where that pays
         base, ft, w, w_new = (x.index_select(0, where) for x in (base, ft, w, w_new))
 
     if not _add_stored_counts(moved, w, w_new, eta):
@@ -466,7 +468,8 @@ def _deltas(w: torch.Tensor, w_new: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return size, delta, delta / largest
 
 
-def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor, eta: float) -> tuple[int, int]:
+def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor,
+                  eta: float) -> tuple[int, int]:
     """Changed by the seed formula, and by the absolute tolerance."""
     import torch
     def over_eta(where: torch.Tensor) -> torch.Tensor:
@@ -475,20 +478,22 @@ def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, rel
     def over_tolerance(where: torch.Tensor) -> torch.Tensor:
         return (w_new[where].double() - w[where].double()).abs() > ABSOLUTE_TOLERANCE
     # With eta 0 the quotient could underflow to 0 and hide a difference.
-    return count_above(relative if eta else delta, eta, over_eta), count_above(delta, ABSOLUTE_TOLERANCE, over_tolerance)
+    return (count_above(relative if eta else delta, eta, over_eta),
+            count_above(delta, ABSOLUTE_TOLERANCE, over_tolerance))
 
 
 def _add_stored_counts(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: float) -> bool:
-    """Fill in what depends on stored values. False, and nothing filled in, if a difference is too small for float32 exponents."""
+    """Fill in what depends on stored values. False, with nothing filled in, if a difference is subnormal in float32."""
     import torch
     size, delta, relative = _deltas(w, w_new)
     num_moved = _count(_comparable(delta) > 0)
     if delta.dtype == torch.float32 and num_moved != _count(_comparable(delta) >= torch.finfo(torch.float32).tiny):
         return False
     moved.histogram = update_histogram(size, delta, relative)
-    moved.histogram[0, 0] -= delta.numel() - num_moved  # delta == 0: zeros of other sign, or equal elements of a dense block
+    moved.histogram[0, 0] -= delta.numel() - num_moved  # delta == 0: zeros of other sign, equal elements of a dense block
     moved.changed["exact_stored"] = num_moved
-    moved.changed["seed_formula_stored"], moved.changed["absolute_1e-5_stored"] = _counts_above(w, w_new, delta, relative, eta)
+    over_eta, over_tolerance = _counts_above(w, w_new, delta, relative, eta)
+    moved.changed["seed_formula_stored"], moved.changed["absolute_1e-5_stored"] = over_eta, over_tolerance
     moved.max_abs = float(delta.amax())
     moved.sum_abs.append(float(delta.sum()))
     if moved.max_abs ** 2 < FLOAT32_SQUARES[0]:
@@ -505,7 +510,7 @@ def _infinite_in_bf16(base: torch.Tensor, ft: torch.Tensor) -> torch.Tensor:
 def _add_cast_counts(moved: Moved, base: torch.Tensor, ft: torch.Tensor, eta: float) -> None:
     """Fill in the definitions on values rounded to bf16 (nearest, ties to even)."""
     import torch
-    if moved.cast_overflow:  # finite as stored, beyond bf16's largest: changed under these definitions, even at both ends
+    if moved.cast_overflow:  # finite as stored, beyond bf16's largest: changed under these definitions
         infinite = _infinite_in_bf16(base, ft)
         base, ft = base[~infinite], ft[~infinite]
     base, ft = base.to(torch.bfloat16), ft.to(torch.bfloat16)
@@ -540,7 +545,7 @@ def _measure_nonfinite(base: torch.Tensor, ft: torch.Tensor, eta: float) -> Move
 # Counting two checkpoints
 
 def _chunks(names: list[str], base: Checkpoint, chunk_bytes: int, block: int) -> Iterator[tuple[str, int, int]]:
-    """(tensor, first element, end) pieces of at most ``chunk_bytes`` of one float32 end, each a whole number of blocks."""
+    """(tensor, first element, end): pieces of at most ``chunk_bytes`` of one float32 end, in whole blocks."""
     step = max(chunk_bytes // 4 // block, 1) * block
     for name in names:
         total = base.tensors[name].num_elements
@@ -576,7 +581,7 @@ def _pick_device(device: str) -> str:
 
 def measure_tensors(base: Checkpoint, ft: Checkpoint, names: list[str], eta: float = DEFAULT_ETA, device: str = "cpu",
                     chunk_bytes: int = CHUNK_BYTES, num_threads: int = 0, progress: bool = False) -> dict[str, Moved]:
-    """Moved of every tensor in ``names``, streamed; anonymous memory stays below a few blocks (CPU) or chunks (CUDA)."""
+    """Moved of every tensor in ``names``, streamed; anonymous memory: a few blocks (CPU) or chunks (CUDA) per thread."""
     from tqdm import tqdm
     block = CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS
     width = {n: _item_bytes(base.tensors[n].dtype) + _item_bytes(ft.tensors[n].dtype) for n in names}
@@ -630,7 +635,8 @@ def _histogram_block(counts: list[int], low: int, high: int, num_equal: int, qua
 def histogram_blocks(moved: Moved) -> dict[str, Any]:
     """ulp_histogram and relative_histogram over finite elements whose stored values differ."""
     import numpy as np
-    joint = np.zeros((ULP_BINS[1] - ULP_BINS[0] + 2, RELATIVE_BINS[1] - RELATIVE_BINS[0] + 2), dtype=np.int64) + moved.histogram
+    shape = (ULP_BINS[1] - ULP_BINS[0] + 2, RELATIVE_BINS[1] - RELATIVE_BINS[0] + 2)
+    joint = np.zeros(shape, dtype=np.int64) + moved.histogram
     finite = moved.num_params - moved.nonfinite_either
     num_equal = finite - (moved.changed["exact_stored"] - moved.nonfinite_either)
     ulp = _histogram_block(joint.sum(axis=1).tolist(), *ULP_BINS, num_equal, "|w' - w| / ULP_bf16(w), stored values")
@@ -653,8 +659,9 @@ def delta_block(moved: Moved) -> dict[str, Any]:
 
 
 def _group_block(moved: Moved) -> dict[str, Any]:
-    return {"num_params": moved.num_params, "sparsity_percent": sparsity_percent(moved.changed["seed_formula_bf16"], moved.num_params),
-            "definitions": definitions_block(moved), "delta": delta_block(moved), "num_nonfinite": moved.nonfinite_either}
+    return {"num_params": moved.num_params, "num_nonfinite": moved.nonfinite_either,
+            "sparsity_percent": sparsity_percent(moved.changed["seed_formula_bf16"], moved.num_params),
+            "definitions": definitions_block(moved), "delta": delta_block(moved)}
 
 
 def _layer_key(name: str) -> str:
@@ -694,8 +701,8 @@ def comparison_report(base: Checkpoint, ft: Checkpoint, pairing: Pairing, tied: 
         "sparsity": {"sparsity_percent": sparsity_percent(changed, total.num_params), "num_changed": changed,
                      "num_params": total.num_params, "eta": eta},
         "definitions": definitions_block(total, with_meaning=True),
-        "nonfinite": {"num_base": total.nonfinite_base, "num_ft": total.nonfinite_ft, "num_either": total.nonfinite_either,
-                      "num_finite_but_infinite_in_bf16": total.cast_overflow,
+        "nonfinite": {"num_base": total.nonfinite_base, "num_ft": total.nonfinite_ft,
+                      "num_either": total.nonfinite_either, "num_finite_but_infinite_in_bf16": total.cast_overflow,
                       "rule": "counted as changed under every definition (the last only under those on bf16 values)"},
         "delta": delta_block(total),
         **histogram_blocks(total),
@@ -704,10 +711,11 @@ def comparison_report(base: Checkpoint, ft: Checkpoint, pairing: Pairing, tied: 
         "by_layer_and_kind": {k: {"num_params": m.num_params, "num_changed": m.changed["seed_formula_bf16"],
                                   "sparsity_percent": sparsity_percent(m.changed["seed_formula_bf16"], m.num_params)}
                               for k, m in cells.items()},
-        "tensors": {n: {"shape": list(base.tensors[n].shape), "base_dtype": base.tensors[n].dtype, "ft_dtype": ft.tensors[n].dtype,
-                        "layer": layer_index(n), "kind": module_kind(n), "num_params": m.num_params, "num_changed": dict(m.changed),
-                        "num_nonfinite": m.nonfinite_either, "delta": delta_block(m)} for n, m in measured.items()},
-        "dtypes": {"base": sorted({base.tensors[n].dtype for n in measured}), "ft": sorted({ft.tensors[n].dtype for n in measured})},
+        "tensors": {n: {"shape": list(base.tensors[n].shape), "base_dtype": base.tensors[n].dtype,
+                        "ft_dtype": ft.tensors[n].dtype, "layer": layer_index(n), "kind": module_kind(n),
+                        "num_params": m.num_params, "num_changed": dict(m.changed), "num_nonfinite": m.nonfinite_either,
+                        "delta": delta_block(m)} for n, m in measured.items()},
+        "dtypes": {end: sorted({c.tensors[n].dtype for n in measured}) for end, c in (("base", base), ("ft", ft))},
         "tied": tied, "missing": pairing.missing,
         "skipped_not_parameters": sorted(set(base.skipped) | set(ft.skipped)),
     }
@@ -718,7 +726,7 @@ def compare_checkpoints(base_ckpt: str | Path, ft_ckpt: str | Path, eta: float =
                         geometry: dict[str, Any] | None = None, progress: bool = False) -> dict[str, Any]:
     """Which weights differ between two checkpoints: the content of ``{run}_sparsity.json``.
 
-    Args:    base_ckpt, ft_ckpt: folder, safetensors file or hub id; any float formats, also different ones at the two ends.
+    Args:    base_ckpt, ft_ckpt: folder, safetensors file or hub id; float formats may differ between the ends.
              eta: relative tolerance of the seed formula. device: "cpu", "cuda" or "auto".
              allow_missing: compare what both ends hold and count the rest, instead of raising.
              geometry: keyword arguments of geometry_report (may be empty) to add its block, None for none.
@@ -735,19 +743,19 @@ def compare_checkpoints(base_ckpt: str | Path, ft_ckpt: str | Path, eta: float =
     pairing = pair_tensors(base, ft, allow_missing)
     measured = measure_tensors(base, ft, pairing.names, eta, device, chunk_bytes, num_threads, progress)
     report = comparison_report(base, ft, pairing, tied, measured, eta)
-    num_bytes = sum(base.tensors[n].num_elements * (_item_bytes(base.tensors[n].dtype) + _item_bytes(ft.tensors[n].dtype))
-                    for n in pairing.names)
+    num_bytes = sum(c.tensors[n].num_elements * _item_bytes(c.tensors[n].dtype) for n in pairing.names for c in (base, ft))
     seconds = time.perf_counter() - started
-    report["run_cost"] = {"seconds": seconds, "bytes_compared": num_bytes, "gigabytes_per_second": num_bytes / 1e9 / seconds,
-                          "device": device, "threads": _worker_count(num_threads)}
+    report["run_cost"] = {"seconds": seconds, "bytes_compared": num_bytes, "device": device,
+                          "gigabytes_per_second": num_bytes / 1e9 / seconds, "threads": _worker_count(num_threads)}
     if geometry is not None:
-        report["geometry"] = geometry_report(base, ft, pairing.names, eta=eta, device=device, progress=progress, **geometry)
+        report["geometry"] = geometry_report(base, ft, pairing.names, eta=eta, device=device, progress=progress,
+                                             **geometry)
     return report
 
 
 def _check_eta(eta: float) -> None:
     if not 0.0 <= eta < 1.0:
-        raise UserError(f"--eta {eta}: must be at least 0 and below 1 (the default {DEFAULT_ETA} equals bit equality on bf16 values)")
+        raise UserError(f"--eta {eta}: must be at least 0 and below 1 (the default {DEFAULT_ETA} is equality on bf16 values)")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -769,10 +777,11 @@ class TopSingular:
 
 
 def top_singular(matrix: torch.Tensor, count: int, exact_max_dim: int = EXACT_SVD_MAX_DIM) -> TopSingular:
-    """The ``count`` largest singular triplets of ``matrix`` (m, n) float64; all of them where min(m, n) <= exact_max_dim.
+    """The ``count`` largest singular triplets of ``matrix``, (m, n) float64; all where min(m, n) <= exact_max_dim.
 
-    Larger matrices: randomised subspace iteration with a fixed seed, SVD_OVERSAMPLING extra columns and SVD_ITERATIONS passes.
-    Its accuracy is not assumed: see decomposition_error. Source: Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1.
+    Larger ones: randomised subspace iteration with a fixed seed, SVD_OVERSAMPLING extra columns and SVD_ITERATIONS passes.
+    Its accuracy is not assumed: see decomposition_error.
+    Source: Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1.
     """
     import torch
     if min(matrix.shape) <= exact_max_dim:
@@ -795,8 +804,8 @@ def spectral_norm(matrix: torch.Tensor, u: torch.Tensor | None = None, v: torch.
     def without(basis: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         return x if basis is None else x - basis @ (basis.mT @ x)
     generator = torch.Generator().manual_seed(SVD_SEED + 1)
-    x = torch.randn(matrix.shape[1], min(NORM_COLUMNS, *matrix.shape), generator=generator, dtype=torch.float64).to(matrix.device)
-    x = torch.linalg.qr(without(v, x)).Q
+    x = torch.randn(matrix.shape[1], min(NORM_COLUMNS, *matrix.shape), generator=generator, dtype=torch.float64)
+    x = torch.linalg.qr(without(v, x.to(matrix.device))).Q
     for _ in range(NORM_ITERATIONS):
         y = without(u, matrix @ without(v, x))
         x = torch.linalg.qr(without(v, matrix.mT @ y)).Q
@@ -819,9 +828,9 @@ class DecompositionError:
 def decomposition_error(matrix: torch.Tensor, top: TopSingular, k: int) -> DecompositionError:
     """A-posteriori error of the first k triplets.
 
-    Exact: rounding, 16 eps s_1. Randomised: with E = A V - U S (A^T U = V S holds to rounding) and M = A outside both subspaces, A is
-    diag(S, M) plus E in orthonormal bases, so values are off by at most ||E|| (Weyl) and sines by ||E|| / (s_k - ||M|| - ||E||)
-    (Wedin). ||M|| is a power-iteration estimate raised by NORM_SAFETY.
+    Exact: rounding, 16 eps s_1. Randomised: with E = A V - U S (A^T U = V S holds to rounding) and M = A outside both
+    subspaces, A is diag(S, M) plus E in orthonormal bases, so values are off by at most ||E|| (Weyl) and sines by
+    ||E|| / (s_k - ||M|| - ||E||) (Wedin). ||M|| is a power-iteration estimate raised by NORM_SAFETY.
     """
     import torch
     rounding = 16 * torch.finfo(torch.float64).eps * float(top.s[0])
@@ -837,11 +846,11 @@ def decomposition_error(matrix: torch.Tensor, top: TopSingular, k: int) -> Decom
 
 
 def principal_rank(singular_values: torch.Tensor, energy: float) -> int:
-    """Default k: where the leading singular values hold half of ||W||_F^2, moved to the widest relative gap within a quarter of it.
+    """Default k: the leading values that hold half of ||W||_F^2, moved to the widest relative gap within a quarter of k.
 
     Args:    singular_values: descending, all or the leading ones. energy: ||W||_F^2.
-    Returns: k >= 1, below the number of values given. The move matters: a subspace cut through a cluster of equal values is
-             not defined, and its angles would measure nothing.
+    Returns: k, from 1 to MAX_PRINCIPAL_RANK, below the number of values given. The move matters: a subspace cut through a
+             cluster of equal values is not defined, and its angles would measure nothing.
     """
     import torch
     last = len(singular_values) - 1
@@ -850,8 +859,8 @@ def principal_rank(singular_values: torch.Tensor, energy: float) -> int:
     low, high = max(1, math.ceil(0.75 * center)), min(max(last, 1), MAX_PRINCIPAL_RANK, math.floor(1.25 * center))
     if high <= low:
         return max(1, min(center, high))
-    gaps = (singular_values[low - 1:high] - singular_values[low:high + 1]) / singular_values[low - 1:high].clamp_min(1e-300)
-    return low + int(gaps.argmax())
+    above, below = singular_values[low - 1:high], singular_values[low:high + 1]
+    return low + int(((above - below) / above.clamp_min(1e-300)).argmax())  # the clamp only keeps 0 / 0 out
 
 
 def principal_angles(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -869,7 +878,7 @@ def principal_angles(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def changed_mask(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA) -> torch.Tensor:
-    """Update mask: True where the seed formula on both ends cast to bf16 says changed (non-finite: changed), same shape."""
+    """Update mask: True where the seed formula on both ends cast to bf16 says changed; non-finite is changed."""
     import torch
     w, w_new = (x.to(torch.bfloat16).double() for x in (base, ft))
     changed = (w_new - w).abs() > eta * torch.maximum(w.abs(), w_new.abs())
@@ -877,7 +886,7 @@ def changed_mask(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA)
 
 
 def largest_share(values: torch.Tensor, alpha: float) -> torch.Tensor:
-    """True on the share ``alpha`` of largest values; ties at the threshold are all in, so count the True ones for the density."""
+    """True on the share ``alpha`` of largest values. Ties at the threshold are all in: the density can exceed alpha."""
     import torch
     count = min(max(round(alpha * values.numel()), 1), values.numel())
     threshold = torch.kthvalue(values.flatten(), values.numel() - count + 1).values
@@ -885,7 +894,7 @@ def largest_share(values: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def mask_overlap(mask: torch.Tensor, update: torch.Tensor) -> dict[str, Any]:
-    """|mask & update| / |update|, its level for an update mask placed at random (the density of ``mask``), and the z score."""
+    """|mask & update| / |update|, its level for an update placed at random (the density of ``mask``), and the z score."""
     total, inside, moved = mask.numel(), _count(mask), _count(update)
     chance = inside / total
     if moved == 0:
@@ -900,8 +909,8 @@ def concentration(counts: torch.Tensor, size: int) -> dict[str, Any]:
     """How unevenly changed weights lie over rows (or columns).
 
     Args:    counts: (r,) changed weights per row. size: weights per row.
-    Returns: gini of the counts, share in the fullest tenth, and both for a mask placed at random (normal approximation of the
-             binomial counts); None where nothing changed.
+    Returns: gini of the counts, share in the fullest tenth, and both for a mask placed at random (normal approximation
+             of the binomial counts); None where nothing changed.
     """
     import torch
     counts = torch.sort(counts.double()).values
@@ -915,7 +924,8 @@ def concentration(counts: torch.Tensor, size: int) -> dict[str, Any]:
     mean = total / rows
     relative_sd = math.sqrt(max(1 - mean / size, 0.0) / mean)  # of a binomial count
     # E|X - X'| / (2 mean) of two normals is sd / (mean sqrt(pi)); the mean above the 90th percentile is 1.755 sd higher.
-    return {"gini": gini, "gini_chance": relative_sd / math.sqrt(math.pi), "top_tenth": float(counts[-tenth:].sum()) / total,
+    return {"gini": gini, "gini_chance": relative_sd / math.sqrt(math.pi),
+            "top_tenth": float(counts[-tenth:].sum()) / total,
             "top_tenth_chance": min(tenth / rows * (1 + 1.755 * relative_sd), 1.0)}
 
 
@@ -923,8 +933,8 @@ def matrix_geometry(base: torch.Tensor, ft: torch.Tensor, rank: int = 0, alpha: 
                     exact_max_dim: int = EXACT_SVD_MAX_DIM) -> dict[str, Any]:
     """Geometry of the update of one 2-D weight, computed in float64 on the stored values.
 
-    Args:    base, ft: (m, n), any float format. rank: k of the principal subspaces, 0 for principal_rank. alpha: share of entries
-             in the principal mask (largest of the rank-k reconstruction of W) and in the low-magnitude mask (smallest |W|).
+    Args:    base, ft: (m, n), any float format. rank: k of the principal subspaces, 0 for principal_rank. alpha: share of
+             entries in the principal mask (largest of W's rank-k reconstruction) and low-magnitude mask (smallest |W|).
     Returns: dict of plain values; angles in degrees. None with a reason where a quantity is not defined or not known.
     Source:  arXiv 2511.08567 (spectral shift, rotation, masks); Roy and Vetterli 2007 (effective rank).
     """
@@ -956,7 +966,8 @@ def matrix_geometry(base: torch.Tensor, ft: torch.Tensor, rank: int = 0, alpha: 
     reconstruction = (before.u[:, :k] * s) @ before.v[:, :k].mT
     s_norm = float(torch.linalg.vector_norm(s))
     result = {
-        "method": before.method, "rank": k, "rank_energy_share": float(torch.sum(s * s)) / energy, "relative_gap": gap / float(s[-1]),
+        "method": before.method, "rank": k, "rank_energy_share": float(torch.sum(s * s)) / energy,
+        "relative_gap": gap / float(s[-1]),
         "spectral_shift": None, "spectral_shift_at_most": update_norm / math.sqrt(energy),  # Mirsky
         "spectral_shift_top_k": float(torch.linalg.vector_norm(s_new - s)) / s_norm,
         "spectral_shift_top_k_error": math.sqrt(k) * (error.values + error_new.values) / s_norm,
@@ -977,7 +988,7 @@ def matrix_geometry(base: torch.Tensor, ft: torch.Tensor, rank: int = 0, alpha: 
         result["angle_sine_error_reason"] = "no gap between the k-th and the next singular value at this accuracy"
     if update_spectrum is not None:
         result["spectral_shift"] = float(torch.linalg.vector_norm(after.s - before.s)) / math.sqrt(energy)
-        result["spectral_shift_error"] = math.sqrt(len(before.s)) * (error.values + error_new.values) / math.sqrt(energy)
+        result["spectral_shift_error"] = math.sqrt(len(before.s) / energy) * (error.values + error_new.values)
         if update_norm_2:
             share = update_spectrum / update_spectrum.sum()
             result["update_effective_rank"] = float(torch.exp(-torch.special.xlogy(share, share).sum()))
@@ -991,20 +1002,20 @@ def matrix_geometry(base: torch.Tensor, ft: torch.Tensor, rank: int = 0, alpha: 
     return result
 
 
-def geometry_report(base: Checkpoint, ft: Checkpoint, names: list[str], *, rank: int = 0, alpha: float = 0.5, eta: float = DEFAULT_ETA,
-                    layers: list[int] | None = None, exact_max_dim: int = EXACT_SVD_MAX_DIM, device: str = "cpu",
-                    progress: bool = False) -> dict[str, Any]:
+def geometry_report(base: Checkpoint, ft: Checkpoint, names: list[str], *, rank: int = 0, alpha: float = 0.5,
+                    eta: float = DEFAULT_ETA, layers: list[int] | None = None, exact_max_dim: int = EXACT_SVD_MAX_DIM,
+                    device: str = "cpu", progress: bool = False) -> dict[str, Any]:
     """matrix_geometry of every 2-D weight in ``layers`` (None or empty: all, with what lies outside the layers)."""
     from tqdm import tqdm
     if rank < 0 or not 0.0 < alpha < 1.0 or exact_max_dim < 0:
-        raise UserError(f"--rank {rank}, --alpha {alpha}, --exact_svd_max_dim {exact_max_dim}: rank and size are at least 0, "
-                        "alpha lies between 0 and 1")
+        raise UserError(f"--rank {rank}, --alpha {alpha}, --exact_svd_max_dim {exact_max_dim}: rank and size are at least "
+                        "0, alpha lies between 0 and 1")
     matrices = [n for n in names if len(base.tensors[n].shape) == 2]
     if layers:
         present = sorted({layer_index(n) for n in matrices} - {None})
         if unknown := sorted(set(layers) - set(present)):
-            raise UserError(f"--layers {unknown[0]}: no such layer (there are {present[0]} to {present[-1]})" if present else
-                            "--layers: this checkpoint has no numbered layers")
+            there = f"{present[0]} to {present[-1]}" if present else "none with a number"
+            raise UserError(f"--layers {unknown[0]}: no such layer (there are {there})")
         matrices = [n for n in matrices if layer_index(n) in layers]
     if not matrices:
         raise UserError("--geometry: no 2-D weight to measure")
@@ -1017,13 +1028,14 @@ def geometry_report(base: Checkpoint, ft: Checkpoint, names: list[str], *, rank:
             results[name] = {"layer": layer_index(name), "kind": module_kind(name), "shape": list(stored.shape),
                              **matrix_geometry(w, w_new, rank, alpha, eta, exact_max_dim)}
             bar.update(stored.num_elements)
-    return {"settings": {"rank": rank or None, "rank_rule": "given" if rank else principal_rank.__doc__.split("\n")[0], "alpha": alpha,
-                         "eta": eta, "exact_svd_max_dim": exact_max_dim, "update_mask": DEFINITIONS["seed_formula_bf16"]},
+    return {"settings": {"rank": rank or None, "rank_rule": "given" if rank else principal_rank.__doc__.split("\n")[0],
+                         "alpha": alpha, "eta": eta, "exact_svd_max_dim": exact_max_dim,
+                         "update_mask": DEFINITIONS["seed_formula_bf16"]},
             "matrices": results, "by_module_kind": _geometry_means(results)}
 
 
-GEOMETRY_MEANS = ("spectral_shift", "spectral_shift_top_k", "max_left_angle_deg", "max_right_angle_deg", "update_density",
-                  "update_effective_rank", "update_stable_rank")
+GEOMETRY_MEANS = ("spectral_shift", "spectral_shift_top_k", "max_left_angle_deg", "max_right_angle_deg",
+                  "update_density", "update_effective_rank", "update_stable_rank")
 
 
 def _geometry_means(results: dict[str, dict]) -> dict[str, dict]:
@@ -1049,7 +1061,7 @@ def _geometry_means(results: dict[str, dict]) -> dict[str, dict]:
 
 @dataclass
 class MaskCounts:
-    """Update masks of R runs over one tensor: sizes of all pairwise intersections, and how many runs changed an element."""
+    """Update masks of R runs over one tensor: sizes of pairwise intersections, and how many runs changed an element."""
 
     num_params: int
     both: Any                      # (R, R) int64; the diagonal is each mask's size
@@ -1066,9 +1078,10 @@ def _mask_counts(base: Checkpoint, runs: list[Checkpoint], names: list[str], eta
         name, start, end = item
         both = torch.zeros(len(runs), len(runs), dtype=torch.int64)
         changed_by = torch.zeros(len(runs) + 1, dtype=torch.int64)
-        for i in range(start, end, BLOCK_ELEMENTS):
-            w = base.flat(name)[i:min(i + BLOCK_ELEMENTS, end)].to(device)
-            masks = torch.stack([changed_mask(w, c.flat(name)[i:min(i + BLOCK_ELEMENTS, end)].to(device), eta) for c in runs])
+        pieces = [c.flat(name)[start:end].to(device) for c in (base, *runs)]
+        for i in range(0, end - start, BLOCK_ELEMENTS):
+            w, *others = (x[i:i + BLOCK_ELEMENTS] for x in pieces)
+            masks = torch.stack([changed_mask(w, other, eta) for other in others])
             changed_by += torch.bincount(masks.sum(0), minlength=len(runs) + 1).cpu()
             masks = masks.float()  # a block has fewer than 2^24 elements: float32 counts them exactly
             both += (masks @ masks.mT).long().cpu()
@@ -1077,7 +1090,8 @@ def _mask_counts(base: Checkpoint, runs: list[Checkpoint], names: list[str], eta
     sums: dict[str, MaskCounts] = {}
     total = sum(base.tensors[n].num_elements for n in names)
     with tqdm(total=total, unit="w", unit_scale=True, desc="masks", disable=None if progress else True) as bar:
-        for (both, changed_by), (name, start, end) in zip(_run_in_threads(count_chunk, items, _worker_count(num_threads)), items):
+        results = _run_in_threads(count_chunk, items, _worker_count(num_threads))
+        for (both, changed_by), (name, start, end) in zip(results, items):
             before = sums.get(name, MaskCounts(0, 0, 0))
             sums[name] = MaskCounts(before.num_params + end - start, before.both + both, before.changed_by + changed_by)
             bar.update(end - start)
@@ -1087,17 +1101,19 @@ def _mask_counts(base: Checkpoint, runs: list[Checkpoint], names: list[str], eta
 def jaccard_block(counts: list[MaskCounts]) -> dict[str, Any]:
     """Overlap of the runs' masks over some tensors, beside its level for masks placed at random.
 
-    Returns: matrices (R x R) of jaccard = |A & B| / |A or B| and overlap_of_row = |A & B| / |A|; chance levels pq / (p + q - pq) from
-             the densities over all these tensors (`jaccard_chance`, the paper's) and with each tensor's own densities
-             (`jaccard_chance_by_tensor`, which does not call "the same layers are busy" an overlap); consensus: elements changed by
-             0..R runs, and as many for independent masks of the same densities.
+    Returns: (R x R) tables of jaccard = |A & B| / |A or B| and overlap_of_row = |A & B| / |A|; chance levels
+             pq / (p + q - pq) from the densities over all these tensors (`jaccard_chance`, the paper's) and with each
+             tensor's own densities (`jaccard_chance_by_tensor`, which does not call "the same layers are busy" an
+             overlap); consensus: elements changed by 0..R runs, and the same for independent masks of these densities.
     """
+    import torch
     total = sum(c.num_params for c in counts)
     both = sum(c.both for c in counts).double()
     changed_by = sum(c.changed_by for c in counts).tolist()
     runs = both.shape[0]
     sizes = both.diagonal()
-    expected = sum(c.both.diagonal().double()[:, None] * c.both.diagonal().double()[None, :] / c.num_params for c in counts)
+    own_sizes = [c.both.diagonal().double() for c in counts]
+    expected = sum(torch.outer(d, d) / c.num_params for d, c in zip(own_sizes, counts))
 
     def ratio(top: float, bottom: float) -> float | None:
         return top / bottom if bottom else None
@@ -1106,10 +1122,12 @@ def jaccard_block(counts: list[MaskCounts]) -> dict[str, Any]:
     def jaccard(joint: torch.Tensor) -> list[list[float | None]]:
         return table(lambda i, j: ratio(float(joint[i, j]), float(sizes[i] + sizes[j] - joint[i, j])))
     plain = sizes[:, None] * sizes[None, :] / total
-    block = {"num_params": total, "density": (sizes / total).tolist(), "jaccard": jaccard(both), "jaccard_chance": jaccard(plain),
-             "jaccard_chance_by_tensor": jaccard(expected), "overlap_of_row": table(lambda i, j: ratio(float(both[i, j]), float(sizes[i])))}
+    block = {"num_params": total, "density": (sizes / total).tolist(), "jaccard": jaccard(both),
+             "jaccard_chance": jaccard(plain), "jaccard_chance_by_tensor": jaccard(expected),
+             "overlap_of_row": table(lambda i, j: ratio(float(both[i, j]), float(sizes[i])))}
+    known = [(i, j) for i in range(runs) for j in range(runs) if i != j and block["jaccard"][i][j] is not None]
     for name in ("jaccard", "jaccard_chance", "jaccard_chance_by_tensor"):
-        pairs = [block[name][i][j] for i in range(runs) for j in range(runs) if i != j and block["jaccard"][i][j] is not None]
+        pairs = [block[name][i][j] for i, j in known]
         block[f"mean_{name}"] = math.fsum(pairs) / len(pairs) if pairs else None
     if block["mean_jaccard"] is None:
         block["reason"] = "no weight changed in any pair of runs"
@@ -1159,15 +1177,15 @@ def trajectory(base_ckpt: str | Path, run_dir: str | Path, eta: float = DEFAULT_
     """Sparsity against step, from the checkpoints a run kept and its final model.
 
     Args:    run_dir: folder with ``checkpoints/step_*`` and ``final_model`` (either may be absent).
-    Returns: {run, points: [{name, step, sparsity_percent, definitions, vs_previous}]}, by step; ``vs_previous`` compares with the
-             point before (the first: with the base). The step of final_model is that of rlvr_run.json, else null.
+    Returns: {run, points: [{name, step, sparsity_percent, definitions, vs_previous}]}, by step; ``vs_previous`` compares
+             with the point before (the first: with the base). final_model has the step of rlvr_run.json, else null.
     """
     _check_eta(eta)
     device, run_dir = _pick_device(device), Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"--trajectory {run_dir}: no such folder")
-    steps = [(int(m.group(1)), p) for p in (run_dir / "checkpoints").glob("step_*") if (m := re.fullmatch(r"step_(\d+)", p.name))]
-    folders = [p for _, p in sorted(steps)] + [p for p in [run_dir / "final_model"] if p.is_dir()]
+    steps = [p for p in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    folders = sorted(steps, key=_step_of) + [p for p in [run_dir / "final_model"] if p.is_dir()]
     if not folders:
         raise UserError(f"--trajectory {run_dir}: holds neither checkpoints/step_* nor final_model")
     points, previous = [], None
@@ -1179,20 +1197,24 @@ def trajectory(base_ckpt: str | Path, run_dir: str | Path, eta: float = DEFAULT_
         options = dict(eta=eta, device=device, chunk_bytes=chunk_bytes, num_threads=num_threads, progress=progress)
         moved = combine(measure_tensors(base, ft, names, **options).values())
         since = combine(measure_tensors(before, ft, names, **options).values()) if before else moved
-        step = re.fullmatch(r"step_(\d+)", folder.name)
-        points.append({"name": folder.name, "step": int(step.group(1)) if step else ft.identity.get("step"),
+        points.append({"name": folder.name, "step": _step_of(folder) if folder in steps else ft.identity.get("step"),
                        "sparsity_percent": sparsity_percent(moved.changed["seed_formula_bf16"], moved.num_params),
-                       "num_params": moved.num_params, "definitions": definitions_block(moved), "delta": delta_block(moved),
-                       "vs_previous": {"name": previous.name if previous else "base", "definitions": definitions_block(since)}})
+                       "num_params": moved.num_params, "definitions": definitions_block(moved),
+                       "delta": delta_block(moved), "vs_previous": {"name": previous.name if previous else "base",
+                                                                    "definitions": definitions_block(since)}})
         previous = folder
     return {"run": str(run_dir), "base_ckpt": str(base_ckpt), "eta": eta, "points": points}
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Figures
 
 def write_plots(report: dict[str, Any], folder: str | Path) -> list[Path]:
-    """Draw every figure that ``report`` has the numbers for. Returns the files. Raises WorkError when one cannot be written."""
+    """Draw every figure that ``report`` has the numbers for; returns the files. WorkError when one cannot be written."""
     folder = require_writable_dir(folder)
     drawn = []
     for name, draw, needed in (("sparsity_by_layer", _draw_sparsity_by_layer, "by_layer_and_kind"),
@@ -1270,7 +1292,8 @@ def _draw_ulp_histogram(report: dict[str, Any]) -> Any:
     figure, axes = _new_figure(10, 4)
     axis = axes[0, 0]
     below_half = 1 + sum(edge < 0.5 for edge in histogram["bin_lower_edges"])
-    axis.bar(range(len(shares)), shares, color=["0.6"] + ["tab:orange"] * (below_half - 1) + ["tab:blue"] * (len(shares) - below_half))
+    colors = ["0.6"] + ["tab:orange"] * (below_half - 1) + ["tab:blue"] * (len(shares) - below_half)
+    axis.bar(range(len(shares)), shares, color=colors)
     axis.axvline(below_half - 0.5, color="black", linestyle="--", linewidth=1)
     axis.annotate("half an ULP", (below_half - 0.5, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -3),
                   textcoords="offset points", va="top", fontsize=9, backgroundcolor=(1, 1, 1, 0.7))
@@ -1293,8 +1316,10 @@ def _draw_principal_angles(report: dict[str, Any]) -> Any:
     figure, axes = _new_figure(11, 4.2, 2)
     for axis, side in zip(axes[0], ("left", "right")):
         for kind, rows in _by_kind_and_layer(report).items():
-            axis.plot([x for x, _ in rows], [m[f"max_{side}_angle_deg"] for _, m in rows], marker="o", markersize=4, label=kind)
-        axis.set(xlabel="layer (-1: outside the layers)", ylabel="largest principal angle, degrees", title=f"{side} singular subspace")
+            angles = [m[f"max_{side}_angle_deg"] for _, m in rows]
+            axis.plot([x for x, _ in rows], angles, marker="o", markersize=4, label=kind)
+        axis.set(xlabel="layer (-1: outside the layers)", ylabel="largest principal angle, degrees",
+                 title=f"{side} singular subspace")
         axis.set_ylim(bottom=0)
     axes[0, 1].legend(fontsize=8, ncols=2)
     figure.suptitle(f"Rotation of the principal subspaces: {_title(report)}")
@@ -1319,12 +1344,14 @@ def _draw_mask_jaccard(report: dict[str, Any]) -> Any:
     labels = [f"{r['arm']} s{r['seed']}" if "arm" in r and "seed" in r else f"{i + 1}: {Path(r['ft_ckpt']).name}"
               for i, r in enumerate(compare["runs"])]
     figure, axes = _new_figure(12, 4.6, 2)
-    grid = [[_or_nan(v) if i != j else math.nan for j, v in enumerate(row)] for i, row in enumerate(compare["total"]["jaccard"])]
+    table = compare["total"]["jaccard"]
+    grid = [[_or_nan(v) if i != j else math.nan for j, v in enumerate(row)] for i, row in enumerate(table)]
     _heat_map(axes[0, 0], grid, labels, labels, "Jaccard overlap of update masks", ".3f")
     axes[0, 0].tick_params(axis="x", rotation=30)
     kinds = [k for k, b in compare["by_module_kind"].items() if b["mean_jaccard"] is not None]
     for offset, (key, label) in enumerate((("mean_jaccard", "measured"), ("mean_jaccard_chance_by_tensor", "chance"))):
-        axes[0, 1].bar([i + 0.4 * offset for i in range(len(kinds))], [compare["by_module_kind"][k][key] for k in kinds], 0.38, label=label)
+        heights = [compare["by_module_kind"][k][key] for k in kinds]
+        axes[0, 1].bar([i + 0.4 * offset for i in range(len(kinds))], heights, 0.38, label=label)
     axes[0, 1].set_xticks([i + 0.2 for i in range(len(kinds))], kinds, rotation=30)
     axes[0, 1].set(ylabel="mean Jaccard over pairs of runs", title="by module kind")
     axes[0, 1].legend()
@@ -1334,16 +1361,21 @@ def _draw_mask_jaccard(report: dict[str, Any]) -> Any:
 def _draw_sparsity_vs_step(report: dict[str, Any]) -> Any:
     points = report["trajectory"]["points"]
     steps = [p["step"] for p in points if p["step"] is not None]
-    if points[-1]["step"] in (None, *steps[:-1]):  # final_model: the newest checkpoint again, unless it knows a step of its own
+    if points[-1]["step"] in (None, *steps[:-1]):  # final_model: the newest checkpoint again, unless it has its own step
         points = points[:-1] if steps else points
     steps = [p["step"] or 0 for p in points]
     figure, axes = _new_figure(8, 4.4)
     axis = axes[0, 0]
-    for name, style in (("seed_formula_bf16", "o-"), ("seed_formula_stored", "s--"), ("exact_stored", "^:"), ("absolute_1e-5", "x-.")):
-        axis.plot(steps, [p["definitions"][name]["sparsity_percent"] for p in points], style, markersize=5, label=name)
-    axis.plot(steps, [p["vs_previous"]["definitions"]["seed_formula_bf16"]["sparsity_percent"] for p in points], "d-", color="0.6",
-              markersize=5, label="seed_formula_bf16, since the point before")
-    axis.set(xlabel="step", ylabel="unchanged weights, %", title=f"Sparsity against step: {Path(report['trajectory']['run']).name}")
+    def line(definitions: list[dict], name: str, style: str, **look: Any) -> None:
+        axis.plot(steps, [d[name]["sparsity_percent"] for d in definitions], style, markersize=5, **{"label": name, **look})
+    since_base = [p["definitions"] for p in points]
+    for name, style in (("seed_formula_bf16", "o-"), ("seed_formula_stored", "s--"), ("exact_stored", "^:"),
+                        ("absolute_1e-5", "x-.")):
+        line(since_base, name, style)
+    line([p["vs_previous"]["definitions"] for p in points], "seed_formula_bf16", "d-", color="0.6",
+         label="seed_formula_bf16, since the point before")
+    axis.set(xlabel="step", ylabel="unchanged weights, %",
+             title=f"Sparsity against step: {Path(report['trajectory']['run']).name}")
     axis.legend(fontsize=8)
     return figure
 
@@ -1352,8 +1384,8 @@ def _draw_sparsity_vs_step(report: dict[str, Any]) -> Any:
 
 def main(cfg: SparsityConfig) -> None:
     check_request(cfg)
-    options = {"eta": cfg.eta, "device": cfg.device, "allow_missing": cfg.allow_missing, "chunk_bytes": cfg.chunk_mib << 20,
-               "num_threads": cfg.num_threads, "progress": True}
+    options = {"eta": cfg.eta, "device": cfg.device, "allow_missing": cfg.allow_missing,
+               "chunk_bytes": cfg.chunk_mib << 20, "num_threads": cfg.num_threads, "progress": True}
     report: dict[str, Any] = {"base_ckpt": cfg.base_ckpt}
     if cfg.ft_ckpt:
         geometry = {"rank": cfg.rank, "alpha": cfg.alpha, "layers": cfg.layers, "exact_max_dim": cfg.exact_svd_max_dim}
@@ -1393,20 +1425,23 @@ def print_summary(report: dict[str, Any]) -> None:
         sparsity = report["sparsity"]
         print(f"{report['base_ckpt']} -> {report['ft_ckpt']}: {sparsity['num_params']:,} parameters, eta {sparsity['eta']:g}")
         for name, row in report["definitions"].items():
-            print(f"  {name:20s} {row['sparsity_percent']:9.4f} % unchanged {row['num_changed']:>14,} changed: {row['changed_if']}")
+            print(f"  {name:20s} {row['sparsity_percent']:9.4f} % unchanged {row['num_changed']:>14,} changed: "
+                  f"{row['changed_if']}")
         if report["nonfinite"]["num_either"]:
             print(f"  warning: {report['nonfinite']['num_either']:,} elements are NaN or infinite; counted as changed")
     for kind, row in report.get("geometry", {}).get("by_module_kind", {}).items():
+        principal, low = row["principal_mask"], row["low_magnitude_mask"]
         print(f"  {kind:9s} rotation {row['max_left_angle_deg']:.4g} / {row['max_right_angle_deg']:.4g} degrees (left/right), "
-              f"overlap with principal mask {_shown(row['principal_mask']['overlap'])} (chance {row['principal_mask']['chance']:.3f}), "
-              f"low-magnitude {_shown(row['low_magnitude_mask']['overlap'])} ({row['low_magnitude_mask']['chance']:.3f})")
+              f"overlap with principal mask {_shown(principal['overlap'])} (chance {principal['chance']:.3f}), "
+              f"low-magnitude {_shown(low['overlap'])} ({low['chance']:.3f})")
     if "compare" in report:
         total = report["compare"]["total"]
         print(f"  {len(report['compare']['runs'])} runs: mean Jaccard {_shown(total['mean_jaccard'])}, chance "
               f"{_shown(total['mean_jaccard_chance'])} (by tensor {_shown(total['mean_jaccard_chance_by_tensor'])})")
     for point in report.get("trajectory", {}).get("points", []):
+        before = point["vs_previous"]
         print(f"  {point['name']}: {point['sparsity_percent']:.4f} % unchanged since the base, "
-              f"{point['vs_previous']['definitions']['seed_formula_bf16']['sparsity_percent']:.4f} % since {point['vs_previous']['name']}")
+              f"{before['definitions']['seed_formula_bf16']['sparsity_percent']:.4f} % since {before['name']}")
 
 
 def _shown(value: float | None) -> str:
