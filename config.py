@@ -688,6 +688,8 @@ class PrecisionCheckConfig:
     """Options of utils_precision.py as a command."""
 
     config: str | None = option(None, "YAML file of the training run to check")
+    memory_table: bool = option(False, "print bytes per parameter of every arm and the GPUs that the model needs")
+    model_name_or_path: str = option(STUDY_MODEL, "model of the memory table")
     check_determinism: bool = option(False, "train twice with the same settings and compare every stored tensor and metric")
     precision_mode: str = option("fp32", "precision arm", choices=tuple(PRECISION_MODES))
     seed: int = option(1, "run seed")
@@ -695,5 +697,5 @@ class PrecisionCheckConfig:
     train_args: list[str] = option([], "further training options as name=value")
 
     def check(self) -> None:
-        if not self.check_determinism:
-            raise UserError("nothing to do: give --check_determinism")
+        if self.check_determinism == self.memory_table:
+            raise UserError("give one of --check_determinism and --memory_table")

@@ -10,6 +10,7 @@ The study, on GPUs:    python train_rlvr.py --config configs/qwen2.5_math_7b.yam
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -134,6 +135,7 @@ class Trainer:
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_response_length, cfg.seed)
         rows: list[tuple] = []
         all_correct, all_lengths, truncated = [], [], 0
+        token_hash = hashlib.sha256()  # tells at which step two runs first sampled another token
         seconds = {"rollout": 0.0, "grade": 0.0}
         for gen_batch in range(cfg.max_gen_batches):
             index = step_prompts(len(self.problems), cfg.gen_prompts or cfg.prompts_per_step, cfg.seed, step, gen_batch)
@@ -141,6 +143,7 @@ class Trainer:
             out = self.engine.generate([self.prompts[i] for i in index], size, sampling, (ROLLOUT_STREAM, step, gen_batch),
                                        [self.keys[i] for i in index])
             seconds["rollout"] += time.perf_counter() - start
+            token_hash.update(repr(out.responses).encode())
             start = time.perf_counter()
             correct = torch.tensor(self.grade(out.responses, [i for i in index for _ in range(size)])).view(-1, size)   # (N, G)
             seconds["grade"] += time.perf_counter() - start
@@ -162,7 +165,7 @@ class Trainer:
             "train/groups_all_wrong_share": float((~correct.any(1)).double().mean()),
             "train/gen_batches": drawn, "train/groups_kept": min(len(rows), cfg.prompts_per_step), "train/groups_drawn": len(correct),
             "train/response_length_mean": float(lengths.double().mean()), "train/response_length_max": int(lengths.max()),
-            "train/truncated_share": truncated / lengths.numel(), "train/rollout_tokens": int(lengths.sum()),
+            "train/rollout_hash": token_hash.hexdigest()[:16], "train/truncated_share": truncated / lengths.numel(), "train/rollout_tokens": int(lengths.sum()),
             "seconds/rollout": seconds["rollout"], "seconds/grade": seconds["grade"],
         })
         if len(rows) < cfg.prompts_per_step and cfg.on_exhausted == "stop":

@@ -756,8 +756,34 @@ def compare_runs(first: Path, second: Path, ignored_fields: tuple[str, ...]) -> 
     return None
 
 
+def print_memory_table(model: str) -> None:
+    """Bytes per parameter of every arm, and how many 80 and 141 GB GPUs the model's training state needs."""
+    from config import PRECISION_MODES
+    from utils_run import count_parameters, gpus_needed, memory_per_parameter
+    parameters = count_parameters(model)
+    if parameters is None:
+        raise UserError(f"--model_name_or_path {model}: its number of parameters cannot be told from its name; give a folder")
+    names = list(memory_per_parameter(PRECISION_MODES["fp32"]))
+    print(f"{model}, {parameters / 1e9:.3f} B parameters; bytes per parameter\n")
+    print("| arm | " + " | ".join(names) + " | sum | GB | 80 GB GPUs | 141 GB GPUs |")
+    print("|" + "---|" * (len(names) + 5))
+    for arm_label, arm in PRECISION_MODES.items():
+        parts = memory_per_parameter(arm)
+        total = sum(parts.values())
+        print(f"| {arm_label} | " + " | ".join(str(v) for v in parts.values()) + f" | {total} | {total * parameters / 1e9:.1f} | "
+              f"{gpus_needed(parameters, arm, 80)} | {gpus_needed(parameters, arm, 141)} |")
+
+
 def main(cfg) -> int:
-    """Train twice in fresh processes and say whether anything differs."""
+    """The memory table, or: train twice in fresh processes and say whether anything differs."""
+    if cfg.memory_table:
+        print_memory_table(cfg.model_name_or_path)
+        return 0
+    return check_determinism(cfg)
+
+
+def check_determinism(cfg) -> int:
+    """Train twice in fresh processes and name the first difference; 1 if there is one."""
     import subprocess
     import sys
     import tempfile

@@ -254,6 +254,12 @@ def memory_per_parameter(arm: PrecisionArm) -> dict[str, int]:
     }
 
 
+def gpus_needed(parameters: int, arm: PrecisionArm, gpu_gb: float) -> int:
+    """GPUs of ``gpu_gb`` (1e9 bytes) over which the state of ``arm`` must be sharded, with WORKSPACE_SHARE on top."""
+    need = parameters * sum(memory_per_parameter(arm).values()) * (1 + WORKSPACE_SHARE)
+    return math.ceil(need / (gpu_gb * 1e9))
+
+
 def count_parameters(model: str) -> int | None:
     """Number of stored parameters of a model folder (from its safetensors headers) or of a hub id; None if it cannot be told."""
     folder = Path(model)

@@ -165,6 +165,20 @@ def test_noise_replicates_differ_in_the_last_bits_only(batch_and_gradient, mode,
         assert relative_difference(base, other) < limit
 
 
+@pytest.mark.parametrize("mode", list(PRECISION_MODES))
+def test_memory_table_equals_the_bytes_held(data, mode):
+    """Unique storages of weights, masters, gradients, moments and theta_0 after a backward pass, per parameter."""
+    from utils_run import memory_per_parameter
+    trainer = make_trainer(data, mode)
+    optimizer, model = trainer.optimizer, trainer.model
+    for p in model.parameters():
+        p.grad = torch.zeros(p.shape, dtype=p.grad_dtype)
+    held = {t.data_ptr(): t.nbytes for group in (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.compensation,
+                                                 optimizer.base) for t in group.values()}
+    held |= {t.data_ptr(): t.nbytes for p in model.parameters() for t in (p, p.grad)}
+    assert sum(held.values()) == sum(p.numel() for p in model.parameters()) * sum(memory_per_parameter(PRECISION_MODES[mode]).values())
+
+
 def test_truncated_rows_make_no_step_when_filtered(data):
     """Every response cut off and overlong filtering on: no update, one more empty step, nothing divided by zero."""
     trainer = make_trainer(data, max_response_length=1, overlong_filtering=True, overlong_buffer_len=0)
