@@ -101,8 +101,9 @@ class Job:
     log_start: int = 0          # where this attempt begins in the log
     last_sign: float = 0.0      # when it last wrote something
     signs: tuple = ()
-    first_step: tuple[int, float] | None = None
-    step: int | None = None
+    step: int | None = None     # newest step in metrics.jsonl
+    first_step: tuple[int, float] | None = None  # of this attempt, and when it was seen
+    step_seen: float = 0.0
     stop_sent: float = 0.0
     stop_reason: str = ""
     oom_before: int = 0
@@ -687,14 +688,14 @@ def observe(cfg: ExperimentConfig, job: Job) -> None:
     if job.stage == "train":
         step = last_step(job)
         if step is not None and step != job.step:
-            job.step = step
-            job.first_step = job.first_step or (step, time.monotonic())
+            job.step, job.step_seen = step, time.monotonic()
+            job.first_step = job.first_step or (step, job.step_seen)
 
 
 def rate_of(job: Job) -> float | None:
-    """Steps a second since this attempt's first step, None before the second."""
-    if job.process and job.first_step and job.step is not None and job.step > job.first_step[0]:
-        return (job.step - job.first_step[0]) / max(time.monotonic() - job.first_step[1], 1e-9)
+    """Steps a second between this attempt's first step and its newest, None before the second."""
+    if job.process and job.first_step and job.step > job.first_step[0]:
+        return (job.step - job.first_step[0]) / max(job.step_seen - job.first_step[1], 1e-9)
     return None
 
 
@@ -705,8 +706,9 @@ def clock(seconds: float) -> str:
 
 
 def seconds_left(job: Job) -> float | None:
+    """Until a training run's last step, from its rate; None before the rate is known."""
     rate = rate_of(job)
-    return (job.num_steps - job.step) / rate if rate else None
+    return max(0.0, job.step_seen + (job.num_steps - job.step) / rate - time.monotonic()) if rate else None
 
 
 def cell(job: Job | None) -> str:
@@ -875,7 +877,8 @@ class Grid:
                     continue
                 lost = [n for n in job.needs if n in self.jobs and self.jobs[n].state in ("failed", "blocked", "stale", "interrupted")]
                 if lost:
-                    job.state, job.reason = "blocked", f"{lost[0]} {self.jobs[lost[0]].state}"
+                    stopped = self.jobs[lost[0]].state == "interrupted"
+                    job.state, job.reason = ("interrupted", "stopped") if stopped else ("blocked", f"{lost[0]} {self.jobs[lost[0]].state}")
                 elif all(self.jobs[n].state == "done" for n in job.needs if n in self.jobs) and \
                         all(self.jobs[n].state in ENDED for n in job.after if n in self.jobs):
                     job.state, job.reason = judge(self.cfg, job)
@@ -1221,6 +1224,11 @@ def block_without_training(cfg: ExperimentConfig, jobs: dict[str, Job], every: d
 
 def preflight(cfg: ExperimentConfig, jobs: dict[str, Job], parallel: int) -> None:
     """UserError for what would only fail hours later: memory, disk, an output folder that cannot be written."""
+    base = Path(cfg.model_name_or_path)
+    # "data/tiny_base" could also be a hub id; it is meant as a folder where its first part is one
+    is_folder = base.is_absolute() or cfg.model_name_or_path.startswith((".", "~")) or Path(base.parts[0]).is_dir()
+    if is_folder and not (base / "config.json").exists() and not cfg.prepare_model:
+        raise UserError(f"model folder {base} does not exist or holds no config.json; --model_name_or_path names another")
     trainings = [parse_config(TrainConfig, job.argv) for job in jobs.values() if job.stage == "train" and job.state != "done"]
     if trainings:
         require_memory(cfg.model_name_or_path, {t.precision_mode: resolve_arm(t)[0] for t in trainings}, trainings[0].device)
