@@ -477,9 +477,7 @@ def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, rel
         return (y - x).abs() > eta * torch.maximum(x.abs(), y.abs())
     def over_tolerance(where: torch.Tensor) -> torch.Tensor:
         return (w_new[where].double() - w[where].double()).abs() > ABSOLUTE_TOLERANCE
-    # With eta 0 the quotient could underflow to 0 and hide a difference.
-    return (count_above(relative if eta else delta, eta, over_eta),
-            count_above(delta, ABSOLUTE_TOLERANCE, over_tolerance))
+    return count_above(relative, eta, over_eta), count_above(delta, ABSOLUTE_TOLERANCE, over_tolerance)
 
 
 def _add_stored_counts(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: float) -> bool:

@@ -163,21 +163,21 @@ def test_seed_formula_is_not_equality_on_float32():
     assert counts["exact_stored"] == 1 and counts["seed_formula_stored"] == 0
 
 
-@pytest.mark.parametrize("eta", [0.0, 1e-3, 0.01, 0.5])
+@pytest.mark.parametrize("eta", [0.0, 1e-3, 0.5, 0.9])
 def test_counts_near_the_threshold_are_those_of_float64(eta):
-    # differences of eta |w| and of 1e-5, give or take a few float32 ULPs: float32 arithmetic alone would miscount these
+    # differences of eta max(|w|, |w'|) and of 1e-5, give or take a few codes of float32: its arithmetic alone would miscount
     generator = torch.Generator().manual_seed(3)
     w = torch.rand(20000, generator=generator) + 0.5
-    step = torch.randint(-3, 4, w.shape, generator=generator) * 2.0 ** -24
-    w_new = torch.cat([w[:10000] / (1 - eta) if eta else w[:10000], w[10000:] * 1e-5 + 1e-5]) + step
+    w_new = torch.cat([w[:10000] / (1 - eta), w[10000:] * 1e-5 + 1e-5])
     w = torch.cat([w[:10000], w[10000:] * 1e-5])
+    w_new = (w_new.view(torch.int32) + torch.randint(-3, 4, w.shape, generator=generator, dtype=torch.int32)).view(torch.float32)
     counts = sparsity.measure_block(w, w_new, eta).changed
     assert counts == reference_counts({"w": w}, {"w": w_new}, eta)
     if eta:
         assert 0.1 < counts["seed_formula_stored"] / 20000 < 0.9  # the test would prove nothing were all on one side
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-40, 1e-30, 1e-12, 1.0, 1e18, 1e30])
+@pytest.mark.parametrize("scale", [1e-44, 1e-40, 1e-30, 1e-22, 1e-12, 1.0, 1e18, 1e30])
 @pytest.mark.parametrize("base_dtype, ft_dtype", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
 def test_counts_and_sums_hold_over_the_whole_range_of_magnitudes(scale, base_dtype, ft_dtype):
     generator = torch.Generator().manual_seed(4)
@@ -262,11 +262,13 @@ def test_chunks_threads_and_shard_order_change_no_number(tmp_path):
     generator = torch.Generator().manual_seed(6)
     base = {f"model.layers.{i}.mlp.up_proj.weight": torch.randn(400, 700, generator=generator).bfloat16() for i in range(2)}
     base["model.layers.0.mlp.up_proj.bias"] = torch.randn(3, generator=generator).bfloat16()  # shifts what is stored behind it
+    base["model.norm.weight"] = torch.randn(sparsity.BLOCK_ELEMENTS + 1, generator=generator).bfloat16()  # one over a whole block
     ft = moved_weights(base, 1e-2, torch.float32)
     names = sorted(base)
     one = save_model(tmp_path / "base", base), save_model(tmp_path / "ft", ft)
     two = (save_model(tmp_path / "base2", base, shards=[names[1:], names[:1]]),
            save_model(tmp_path / "ft2", ft, shards=[[names[2]], [names[0]], [names[1]]]))
+    assert counts_of(sparsity.compare_checkpoints(*one, chunk_bytes=1)) == reference_counts(base, ft, 1e-3)
     reports = [sparsity.compare_checkpoints(*one), sparsity.compare_checkpoints(*one, num_threads=1, chunk_bytes=1),
                sparsity.compare_checkpoints(*one, num_threads=3, chunk_bytes=600_000), sparsity.compare_checkpoints(*two)]
     for report in reports:
@@ -423,6 +425,11 @@ def test_random_masks_sit_at_chance():
         assert found[key]["top_tenth"] == pytest.approx(found[key]["top_tenth_chance"], rel=0.05)
 
 
+def test_largest_share_by_hand_with_ties_in():
+    assert sparsity.largest_share(torch.arange(10.0), 0.3).tolist() == [False] * 7 + [True] * 3
+    assert sparsity.largest_share(torch.tensor([1.0, 2.0, 2.0, 2.0]), 0.25).tolist() == [False, True, True, True]
+
+
 def test_masks_find_planted_updates():
     generator = torch.Generator().manual_seed(9)
     w = torch.randn(100, 80, generator=generator) * 0.02
@@ -556,6 +563,18 @@ def test_index_that_names_an_absent_tensor_is_refused(tmp_path):
     index.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"does not hold model\.layers\.9\.extra\.weight"):
         sparsity.open_checkpoint(str(folder))
+
+
+def test_index_decides_which_of_two_copies_is_the_model(tmp_path):
+    base = model_weights()
+    names = sorted(base)
+    save_model(tmp_path / "base", base, shards=[names[:9], names[9:]])
+    save_file({n: base[n] for n in names[9:]} | {names[0]: base[names[0]] + 1}, tmp_path / "base" / "model-00002-of-00002.safetensors")
+    save_model(tmp_path / "ft", base)
+    assert set(counts_of(sparsity.compare_checkpoints(tmp_path / "base", tmp_path / "ft")).values()) == {0}
+    (tmp_path / "base" / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="is in both"):
+        sparsity.compare_checkpoints(tmp_path / "base", tmp_path / "ft")
 
 
 def test_other_kinds_of_folder_are_refused_with_the_reason(tmp_path):
