@@ -267,7 +267,7 @@ def test_chunks_threads_and_shard_order_change_no_number(tmp_path):
     names = sorted(base)
     one = save_model(tmp_path / "base", base), save_model(tmp_path / "ft", ft)
     two = (save_model(tmp_path / "base2", base, shards=[names[1:], names[:1]]),
-           save_model(tmp_path / "ft2", ft, shards=[[names[2]], [names[0]], [names[1]]]))
+           save_model(tmp_path / "ft2", ft, shards=[names[2:], [names[0]], [names[1]]]))
     assert counts_of(sparsity.compare_checkpoints(*one, chunk_bytes=1)) == reference_counts(base, ft, 1e-3)
     reports = [sparsity.compare_checkpoints(*one), sparsity.compare_checkpoints(*one, num_threads=1, chunk_bytes=1),
                sparsity.compare_checkpoints(*one, num_threads=3, chunk_bytes=600_000), sparsity.compare_checkpoints(*two)]
