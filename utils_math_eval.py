@@ -147,14 +147,23 @@ def _strip_math(text: str) -> str:
 
 def _last_item(text: str) -> str | None:
     """The last formula or number of a piece of prose; a formula without any digit or operator only if there is nothing else."""
-    spans = [(m.end(), next(g for g in m.groups() if g is not None)) for m in _MATH_SPAN.finditer(text)]
+    spans = [(m.start(), m.end(), next(g for g in m.groups() if g is not None)) for m in _MATH_SPAN.finditer(text)]
     outside = _MATH_SPAN.sub(lambda m: " " * len(m.group()), text)
-    numbers = [(m.end(), m.group()) for m in _GROUP_IN_TEXT.finditer(outside) if re.search(r"\d|∞", m.group())]
+    numbers = [(m.start(), m.end(), m.group()) for m in _GROUP_IN_TEXT.finditer(outside) if re.search(r"\d|∞", m.group())]
     outside = _GROUP_IN_TEXT.sub(lambda m: " " * len(m.group()), outside)
-    numbers += [(m.end(), m.group()) for m in _NUMBER_IN_TEXT.finditer(outside)]
-    telling = [(end, s) for end, s in spans if re.search(r"\d|[-+=<>^]|\\(?:frac|sqrt|infty|pi|emptyset|le|ge|pm)", s)]
-    found = max(telling + numbers, default=None) or (spans[-1] if spans else None)
-    return found[1].strip() if found else None
+    numbers += [(m.start(), m.end(), m.group()) for m in _NUMBER_IN_TEXT.finditer(outside)]
+    telling = [span for span in spans if re.search(r"\d|[-+=<>^]|\\(?:frac|sqrt|infty|pi|emptyset|le|ge|pm)", span[2])]
+    items = sorted(telling + numbers) or spans[-1:]
+    if not items:
+        return None
+    listed = items[-1:]
+    while len(listed) < len(items):                    # "are $1$, $2$ and $3$" is one list
+        before = items[-len(listed) - 1]
+        between = text[before[1]:listed[0][0]]
+        if len(between) > MAX_JOINER_CHARS or not _JOINER.fullmatch(_JOINER_NOISE.sub("", between)):
+            break
+        listed.insert(0, before)
+    return ", ".join(item[2].strip() for item in listed)
 
 
 def _first_sentence(text: str) -> str:
@@ -203,7 +212,7 @@ def extract_answer(text: str, strict: bool = False) -> str | None:
         text = text[:turn_end.start()]
     boxed, answer = _boxed_answer(text)
     if boxed or strict:
-        return None if answer is None else re.sub(r"(?<!\\)\\$", "", answer.strip())      # "42\\ " loses its space
+        return None if answer is None else answer.strip()
     return _stated_answer(text)
 
 
@@ -223,7 +232,7 @@ _CHARACTERS = {
 # One internal character per relation or delimiter, so that later stages look at characters and not at spellings. Set braces are
 # ⦃ ⦄ and the currency sign is ＄ because { } group and $ delimits formulas.
 _COMMANDS = {
-    "leqslant": "≤", "leqq": "≤", "leq": "≤", "le": "≤", "geqslant": "≥", "geqq": "≥", "geq": "≥", "ge": "≥", "neq": "≠", "equiv": "=", "ne": "≠",
+    "nicefrac": "\\frac", "sfrac": "\\frac", "leqslant": "≤", "leqq": "≤", "leq": "≤", "le": "≤", "geqslant": "≥", "geqq": "≥", "geq": "≥", "ge": "≥", "neq": "≠", "equiv": "=", "ne": "≠",
     "lt": "<", "gt": ">", "in": "∈", "cup": "∪", "bigcup": "∪", "cap": "∩", "setminus": "∖", "smallsetminus": "∖", "backslash": "∖",
     "pm": "±", "mp": "∓", "infty": "∞", "infin": "∞", "times": "×", "cdot": "×", "ast": "×", "bullet": "×", "div": "/", "colon": ":",
     "ldots": "…", "dots": "…", "cdots": "…", "dotsc": "…", "degree": "°", "textdegree": "°", "lbrace": "⦃", "rbrace": "⦄", "mid": "|",
@@ -238,8 +247,8 @@ _DROPPED = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|strut|hfill|newline|noindent|null|"
     r"mathopen|mathclose|mathrel|mathbin|mathord|square|Box|tiny|small|large|Large)(?![A-Za-z])\s?\.?|"
     r"\\(?:h?phantom|vphantom|label|tag\*?|hspace\*?|vspace\*?|color|textcolor|hskip|class|style)\s*\{[^{}]*\}|"
-    r"\\begin\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray)\*?\}|"
-    r"\\end\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray)\*?\}|\\!")
+    r"\\begin\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray|cases)\*?\}|"
+    r"\\end\{(?:align|aligned|equation|gather|gathered|split|multline|eqnarray|cases)\*?\}|\\!")
 _UNWRAPPED = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|mathcal|mathnormal|underline|boxed|fbox|ensuremath|overrightarrow|vec|hat|widehat|"
     r"tilde|widetilde|mathop|emph|uline|ul|operatorname\*|pmb|bf|it|rm)(?![A-Za-z])")
@@ -252,7 +261,7 @@ _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot|widebar)\s*\{?\s*(\d
 _REPEATING_DOTS = re.compile(r"(\d*)\.(\d*)\\dot\{?(\d)\}?(\d*)\\dot\{?(\d)\}?")
 _REPEATING_TAIL = re.compile(r"(\d*)\.(\d*?)(\d+?)\3{1,}(?:…|\.\.\.)")
 _WORD_FUNCTIONS = ("arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp",
-                   "gcd", "lcm", "max", "min", "det")
+                   "gcd", "lcm", "max", "min", "det", "cis")
 
 
 def _repeating_fraction(whole: str, fixed: str, period: str) -> str:
@@ -316,11 +325,11 @@ def _mark_text(match: re.Match) -> str:
     content = match.group(1).replace("$", " ")
     if match.group().startswith(("\\mathrm", "\\operatorname")):
         word = content.strip()
-        if word in _WORD_FUNCTIONS:
+        if word in _WORD_FUNCTIONS and word not in ("min", "sec"):
             return f"\\{word} "
         if len(word) == 1 and word in "eidxyzNRZQC":
             return f" {word} "
-    return f"⟦{content}⟧"
+    return "\\cis " if content.strip() == "cis" else f"⟦{content}⟧"
 
 
 def _spell_escape(match: re.Match) -> str:
@@ -358,8 +367,9 @@ def normal_form(text: str, join_thousands: bool = True) -> str:
     text = _spell_characters(text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d)|(?<=\d),\s*\\!\s*(?=\d{3})|(?<=\d)\\!,\s*(?=\d{3})", "", text)
     text = re.sub(r"\\\\(?:\[[^\]]{0,12}\])?", r"\\\\ ", text)
-    text = re.sub(r"\\(\\|[^A-Za-z])", _spell_escape, text)
+    text = re.sub(r"\\(\\|[^A-Za-z]|$)", _spell_escape, text)
     text = re.sub(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![A-Za-z]))", "°", text)
+    text = re.sub(r"\\left\s*<(.*?)\\right\s*>", r"(\1)", text)
     text = _DROPPED.sub("", text.replace("$", " ").replace("~", " "))
     text = _TEXT_MACRO.sub(_mark_text, text)
     if "⟦" in text:
@@ -374,6 +384,8 @@ def normal_form(text: str, join_thousands: bool = True) -> str:
         if old in text:
             text = text.replace(old, new)
     text = re.sub(r"\{([-+])\}", r"\1", text)
+    text = re.sub(r"(?:⏎\s*)?&\s*=|⏎\s*=", "=", text)                            # the lines of an aligned chain
+    text = re.sub(r"\^\s*\{?\s*⟦\s*(?:st|nd|rd|th)\s*⟧\s*\}?|(?<=\d)\^\{?(?:st|nd|rd|th)\b\}?", "⟦th⟧", text)
     text = re.sub(r"(?<=[\d)}])\s*[xX]\s*(?=10\s*\^)", "×", text)
     text = re.sub(r"\s+", " ", text).strip()
     if "." in text and "\\" in text:
@@ -416,7 +428,7 @@ _MULTIPLIERS = {"hundred": 100, "thousand": 10 ** 3, "million": 10 ** 6, "billio
 # With one of these words the text is a statement and no unit.
 _NO_UNIT_WORDS = frozenset(
     "not no none is isn't are was be if when less more than least most fewer greater larger smaller up down wrong incorrect false except "
-    "but approximately about around roughly nearly almost maybe perhaps either neither both any all every unless without".split())
+    "but root power approximately about around roughly nearly almost maybe perhaps either neither both any all every unless without".split())
 _PREFIX_WORDS = frozenset("the answer is final option choice case solution solutions value total equals exactly therefore so thus hence "
                           "we get have".split())
 _SHORT_WORDS = frozenset("yes no odd even may day one two six ten none red blue true all day hen dog cat box man men boy".split())
@@ -442,7 +454,9 @@ def tokenize(normal: str) -> list[Token]:
         elif kind == "num":
             tokens.append(("n", value))
         elif kind == "word":
-            if value in _WORD_FUNCTIONS:
+            if value in ("min", "sec") and match.end() == len(normal) and tokens and tokens[-1][0] == "n":
+                tokens.append(("t", value))
+            elif value in _WORD_FUNCTIONS:
                 tokens.append(("c", value))
             elif value.lower() in _PLAIN_COMMANDS:
                 plain = _PLAIN_COMMANDS[value.lower()]
@@ -505,7 +519,7 @@ def _enclosed(tokens: list[Token], openers: str, closers: str) -> bool:
 Expr = tuple
 _GREEK = frozenset("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega Gamma Delta "
                    "Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar nabla partial".split())
-_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "ln", "log", "exp"}
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "ln", "log", "exp", "cis"}
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _LIST_FUNCTIONS = {"gcd", "lcm", "max", "min"}
 
@@ -773,7 +787,7 @@ class _ExpressionParser:
         for _ in range(2):
             if name == "log" and self.peek() == ("o", "_"):
                 self.at += 1
-                base = self.argument()
+                base = self._digit()
             elif self.peek() == ("o", "^"):
                 self.at += 1
                 power = self.argument()
@@ -1007,8 +1021,8 @@ def _numeric_function(name: str, x: list):
     if name == "logbase":
         return ctx.log(a) / ctx.log(x[1])
     _limited(a, 1e6)
-    if name == "exp":
-        return ctx.exp(a)
+    if name in ("exp", "cis"):
+        return ctx.exp(a) if name == "exp" else ctx.exp(ctx.j * a)
     if name == "factorial":
         return ctx.factorial(_limited(a, 1e4))
     if name == "binom":
@@ -1248,6 +1262,11 @@ def _parse_one(tokens: list[Token]) -> Any:
     tokens = _unwrap(tokens)
     if not tokens:
         raise Unsupported("empty")
+    pieces, unions = _split(tokens, lambda t: t == ("o", "∪"))
+    if unions and all(any(t[0] == "o" and t[1] in "<>≤≥≠" for t in piece) for piece in pieces):
+        regions = [_as_region(_parse_one(piece)) for piece in pieces]     # x < 1 ∪ x > 3
+        if all(r is not None for r in regions):
+            return _join_regions(regions, ["or"])
     sides, relations = _split(tokens, lambda t: t[0] == "o" and t[1] in _RELATIONS)
     if relations:
         return _parse_relation([_unwrap(s) for s in sides], relations)
@@ -1257,6 +1276,8 @@ def _parse_one(tokens: list[Token]) -> Any:
     if operators:
         return _parse_set_algebra(pieces, operators)
     pieces, colons = _split(tokens, lambda t: t == ("o", ":"))
+    if colons and pieces[0] and all(kind == "t" for kind, _ in pieces[0]) and not any(k == "t" for k, _ in pieces[1]):
+        return _parse_one(tokens[len(pieces[0]) + 1:])      # Area: 25
     if colons and all(pieces):
         return _parse_ratio(pieces)
     if _enclosed(tokens, "([", ")]"):
@@ -1345,6 +1366,18 @@ def _words(tokens: Sequence[Token]) -> str:
     return " ".join(w[:-1] if len(w) > 3 and w.endswith("s") and not w.endswith("ss") else w for w in words)
 
 
+def _text_answer(tokens: Sequence[Token]) -> Any:
+    """Text, or the value that a few fixed phrases stand for."""
+    words = _words(tokens)
+    if words in ("no solution", "no real solution", "empty set", "null set"):
+        return Seq("set", ())
+    if words in ("all real number", "all real", "real number"):
+        return Region((), (), (True,))
+    if words in _NUMBER_WORDS:
+        return Scalar(("n", Fraction(_NUMBER_WORDS[words]), 0, 1))
+    return Text(words)
+
+
 def _singular(word: str) -> str:
     word = word.lower().rstrip(".")
     if word in _UNITS:
@@ -1396,7 +1429,7 @@ def _split_unit(tokens: list[Token]) -> tuple[list[Token], list[Token]]:
         value, unit = value[:-1], [t for t in unit if t not in (("o", "("), ("o", ")"))]
     for i, (kind, word) in enumerate(unit):
         if kind == "c" or word.lower() in _NO_UNIT_WORDS or (kind == "n" and (i == 0 or unit[i - 1][1] not in "^{")) or (
-                kind == "o" and word not in "^{}./°-,()"):
+                kind == "o" and word not in "^{}./°-,()×"):
             raise Unsupported("statement")
     return value, [t for t in unit if t[1] not in "^{}"]
 
@@ -1417,9 +1450,9 @@ def _parse_scalar(tokens: list[Token]) -> Any:
     try:
         value, unit = _split_unit(sign + tokens)
     except Unsupported:
-        return Text(_words(original))
+        return _text_answer(original)
     if not value:
-        return Text(_words(original))
+        return _text_answer(original)
     scale = 1
     while unit and unit[0][1].lower() in _MULTIPLIERS:
         scale *= _MULTIPLIERS[unit[0][1].lower()]
@@ -1430,7 +1463,7 @@ def _parse_scalar(tokens: list[Token]) -> Any:
         expr = _ExpressionParser(value).whole()
     except Unsupported:
         if has_text:
-            return Text(_words(original))
+            return _text_answer(original)
         raise
     expr, marks = _without_marks(expr)
     if scale != 1:
@@ -1652,7 +1685,15 @@ def _holds(relation: str, closed_at_root: bool) -> tuple[bool, bool, bool]:
 
 def _solve_pair(left: Expr, relation: str, right: Expr, symbol: str) -> Region | None:
     """Solution set of one inequality that is linear or quadratic in its only symbol; None for others."""
-    difference = ("+", [left, ("*", [("n", Fraction(-1), 0, 1), right], [])])
+    if right[:2] == ("f", "abs") and left[:2] != ("f", "abs"):
+        left, relation, right = right, _FLIP[relation], left
+    if left[:2] == ("f", "abs") and not _symbols(right, set()) and relation != "≠":
+        minus = ("*", [("n", Fraction(-1), 0, 1), right], [])
+        upper, lower = _solve_pair(left[2], relation, right, symbol), _solve_pair(left[2], _FLIP[relation], minus, symbol)
+        if upper is None or lower is None:
+            return None
+        return _combine(upper, lower, (lambda a, b: a and b) if relation in "<≤" else (lambda a, b: a or b))
+    difference = _difference(left, right)
     if left == ("s", symbol) and not _symbols(right, set()):
         root, slope = right, 1
     elif right == ("s", symbol) and not _symbols(left, set()):
@@ -1842,6 +1883,23 @@ def _same_roots(f: Expr, g: Expr) -> bool:
 _FUNCTION_NAME = re.compile(r"[a-zA-Z]\([a-zA-Z]\)|y")
 
 
+def _solutions(equation: Equation) -> Seq | None:
+    """Roots of an equation that is linear or quadratic in its only symbol, as a list; None for other equations."""
+    if equation.left is None or equation.right is None:
+        return None
+    difference = _difference(equation.left, equation.right)
+    symbols = _symbols(difference, set())
+    coefficients = _polynomial(difference, next(iter(symbols))) if len(symbols) == 1 else None
+    if coefficients is None or coefficients[1:] == (0, 0):
+        return None
+    c, b, a = coefficients
+    if a == 0:
+        return Seq("list", (Scalar(("n", -c / b, 0, 1)),))
+    root = ("f", "sqrt", ("n", b * b - 4 * a * c, 0, 1))
+    return Seq("list", tuple(Scalar(("*", [("+", [("n", -b, 0, 1), ("*", [("n", Fraction(sign), 0, 1), root], [])])], [("n", 2 * a, 0, 1)]))
+                             for sign in (-1, 1)))
+
+
 def _equal_equations(gold: Any, pred: Any) -> bool:
     if isinstance(gold, Equation) and isinstance(pred, Equation):
         values = gold.value is not None and pred.value is not None
@@ -1856,10 +1914,14 @@ def _equal_equations(gold: Any, pred: Any) -> bool:
         return _constant_ratio(f, g) is not None or _same_roots(f, g)
     if isinstance(gold, Equation):
         stated = gold.name or gold.chain or not _symbols(gold.left, _symbols(gold.right, set()))
-        return bool(stated) and gold.value is not None and nodes_equal(gold.value, pred)
-    if isinstance(gold, Text) or pred.value is None:
-        return False
-    return bool(pred.name or pred.chain or pred.loose) and nodes_equal(gold, pred.value)
+        if not stated:
+            roots = _solutions(gold)                    # x^2 = 4 and the list 2, -2
+            return roots is not None and nodes_equal(roots, pred)
+        return gold.value is not None and nodes_equal(gold.value, pred)
+    if pred.value is not None and (pred.name or pred.chain or pred.loose):
+        return nodes_equal(gold, pred.value)
+    roots = _solutions(pred)
+    return roots is not None and nodes_equal(gold, roots)
 
 
 def _equal_chains(gold: Chain, pred: Chain) -> bool:
@@ -1916,6 +1978,8 @@ def _equal_sequences(gold: Any, pred: Any) -> bool:
         return len(a) == len(b) and not interval and all(nodes_equal(x, y) for x, y in zip(a, b))
     if any(tuples):
         own, other = (gold, pred) if tuples[0] else (pred, gold)
+        if isinstance(other, Seq) and len(other.items) == 1:
+            return nodes_equal(own, other.items[0])     # the set {(1, 2)}
         if (isinstance(other, Seq) and other.kind == "set") or (len(own.items) == 2 and own.brackets != "()"):
             return False                                # {1, 2} is neither a pair nor an interval, [1, 2] is no list
         # a tuple against a list in the same order, x=3, y=4 included
@@ -1960,7 +2024,7 @@ _PLACEHOLDERS = frozenset(("answer", "youranswer", "finalanswer", "theanswer"))
 def choice_letter(text: str) -> str | None:
     r"""Letter A to J that an answer such as `(A)`, `A.`, `\text{A}`, `\textbf{(A)}\ 12` or `option D` chooses, else None."""
     plain = re.sub(r"[⟦⟧{}*]", "", normal_form(text)).strip()
-    match = _CHOICE.fullmatch(plain)
+    match = _CHOICE.fullmatch(plain) or re.fullmatch(r"()[^(]*[\s\d]\(([A-J])\)", plain)      # 12 (A)
     if not match:
         return None
     letter = match.group(1) or match.group(2)
@@ -1969,7 +2033,7 @@ def choice_letter(text: str) -> str | None:
 
 def _is_choice_gold(gold: str) -> bool:
     plain = re.sub(r"[⟦⟧{}*\s.]", "", normal_form(gold))
-    return bool(re.fullmatch(r"[(\[]?[A-J][)\]]?|\(?[A-J]\).+", plain))
+    return bool(re.fullmatch(r"(?i:option|choice)?[(\[]?[A-J][)\]]?|\(?[A-J]\).+", plain))
 
 
 @lru_cache(maxsize=4096)
@@ -1991,8 +2055,11 @@ def compare_answers(gold: str, pred: str) -> tuple[bool | None, str]:
         return True, "string"
     if len(pred) > MAX_ANSWER_CHARS or len(gold) > MAX_ANSWER_CHARS:
         return False, "too_large"
-    if _string_key(normal_form(gold)) == _string_key(normal_form(pred)):
+    keys = [_string_key(normal_form(text)) for text in (gold, pred)]
+    if keys[0] == keys[1]:
         return True, "string"
+    if len(keys[0]) > 1 and keys[0].isalpha() and keys[0].casefold() == keys[1].casefold() and "⟦" in normal_form(gold) + normal_form(pred):
+        return True, "text"
     if _is_choice_gold(gold):
         letter = choice_letter(pred)
         if letter:
@@ -2006,6 +2073,8 @@ def compare_answers(gold: str, pred: str) -> tuple[bool | None, str]:
         except (TooLarge, RecursionError):
             return False, "too_large"
     if None in nodes:
+        if nodes[1] is None and not _balanced(normal_form(pred)):
+            return False, "unreadable"
         other = next((n for n in nodes if n is not None), None)
         return (False, "text") if other and all(isinstance(n, Text) for n in other) else (None, "unknown_notation")
     try:
@@ -2013,6 +2082,12 @@ def compare_answers(gold: str, pred: str) -> tuple[bool | None, str]:
     except (TooLarge, RecursionError):
         return False, "too_large"
     return equal, _rule_name(nodes[0][0])
+
+
+def _balanced(normal: str) -> bool:
+    """As many closing as opening brackets (half-open intervals mix the kinds) and braces: math-verify reads no others."""
+    counts = {ch: normal.count(ch) for ch in "([{⦃)]}⦄"}
+    return counts["("] + counts["["] == counts[")"] + counts["]"] and counts["{"] == counts["}"] and counts["⦃"] == counts["⦄"]
 
 
 def _rule_name(node: Any) -> str:
@@ -2032,7 +2107,7 @@ def grade_in_process(prediction: str, gold: str, strict: bool, task_type: str) -
         return _grade_choice(prediction, gold, strict)
     answer = extract_answer(prediction, strict)
     if answer is None:
-        return Grade("unparsed", None, "no_box" if strict or _BOX.search(prediction) else "no_answer")
+        return Grade("unparsed", None, "open_box" if _BOX.search(prediction) else "no_box" if strict else "no_answer")
     gold = _gold_answer(gold)
     if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(gold):
         return Grade("correct" if int(answer) == int(gold) else "wrong", answer, "number")
@@ -2383,7 +2458,8 @@ def answer_key(extracted: str) -> str:
     try:
         nodes = parse_answer(extracted)
         if isinstance(nodes[0], Scalar) and not nodes[0].percent and nodes[0].unit is None:
-            return str(exact_value(nodes[0].expr))
+            value = exact_value(nodes[0].expr)
+            return f"{value.numerator:x}/{value.denominator:x}"     # hexadecimal: Python limits decimal digits to 4300
     except (Unsupported, TooLarge, NotExact, ZeroDivisionError, RecursionError):
         pass
     return _string_key(normal_form(extracted[:MAX_ANSWER_CHARS])).casefold()
