@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config import (ArmOptions, PrecisionArm, TrainConfig, UserError, WorkError, arm_name, config_dict, config_hash, resolve_arm,
+from config import (PrecisionArm, TrainConfig, UserError, WorkError, arm_name, config_dict, config_hash, resolve_arm,
                     run_name)
 from utils_run import (Interrupted, append_jsonl, environment_info, read_json, read_jsonl, require_memory, require_writable_dir,
-                       run_script, sha256_file, write_json, write_jsonl, write_text)
+                       run_script, sha256_file, write_json, write_jsonl)
 
 # Fields of metrics.jsonl that two identical runs may differ in: clocks, rates and memory.
 NON_DETERMINISTIC_FIELDS = ("seconds/", "tokens_per_second", "memory/")

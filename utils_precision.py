@@ -447,6 +447,26 @@ class UpdateStats:
 # --------------------------------------------------------------------------------------------------------------------
 # The optimizer
 
+def is_sharded(t: Tensor) -> bool:
+    """True for a DTensor, which is what fully_shard makes of a parameter."""
+    from torch.distributed.tensor import DTensor
+    return isinstance(t, DTensor)
+
+
+def local_part(t: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; the tensor itself otherwise."""
+    return t.to_local() if is_sharded(t) else t
+
+
+def shard_offset(t: Tensor) -> int:
+    """Flat index, in the whole tensor, of the first element of this rank's part. Shards are along dimension 0."""
+    if not is_sharded(t):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    _, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return int(offsets[0]) * (t.numel() // max(1, t.shape[0])) if t.dim() else 0
+
+
 class MasterAdamW:
     """AdamW (decoupled weight decay) that owns masters, moments and rounding for every arm.
 
@@ -471,14 +491,20 @@ class MasterAdamW:
         self.exp_avg_sq: dict[str, Tensor] = {}
         self.compensation: dict[str, Tensor] = {}
         self.base: dict[str, Tensor] = {}
+        self.offsets: dict[str, int] = {}  # flat index of the local part's first element in the whole tensor
         for name, p in self.params.items():
-            p.grad_dtype = self.grad_dtype
-            self.masters[name] = p.detach() if p.dtype == master_dtype else p.detach().to(master_dtype)
-            self.exp_avg[name] = torch.zeros_like(p, dtype=state_dtype, requires_grad=False)
-            self.exp_avg_sq[name] = torch.zeros_like(p, dtype=state_dtype, requires_grad=False)
-            self.base[name] = p.detach().to(torch.bfloat16, copy=True)  # theta_0 is on the bf16 grid: exact
+            local = local_part(p.detach())
+            if not is_sharded(p):  # FSDP reduces in its own reduce_dtype
+                p.grad_dtype = self.grad_dtype
+            # A sharded parameter is a float32 container of the master's value: FSDP casts it to compute_dtype at the all-gather.
+            shares = is_sharded(p) or p.dtype == master_dtype
+            self.masters[name] = local if shares else local.to(master_dtype)
+            self.exp_avg[name] = torch.zeros_like(local, dtype=state_dtype)
+            self.exp_avg_sq[name] = torch.zeros_like(local, dtype=state_dtype)
+            self.base[name] = local.to(torch.bfloat16, copy=True)  # theta_0 is on the bf16 grid: exact
+            self.offsets[name] = shard_offset(p)
             if arm.update_rounding == "kahan":
-                self.compensation[name] = torch.zeros_like(p, dtype=torch.bfloat16, requires_grad=False)
+                self.compensation[name] = torch.zeros_like(local, dtype=torch.bfloat16)
 
     def zero_grad(self) -> None:
         for p in self.params.values():
@@ -499,16 +525,22 @@ class MasterAdamW:
         return stats
 
     def _update(self, name: str, p: Tensor, lr: float, stats: UpdateStats) -> None:
-        master, grad = self.masters[name], p.grad
+        master, grad = self.masters[name], local_part(p.grad)
         # Every operation is elementwise, so slices of the flat tensors bound the temporaries whatever the tensor's size.
         for start in range(0, master.numel(), UPDATE_CHUNK):
             part = slice(start, start + UPDATE_CHUNK)
             self._update_slice(name, part, grad.view(-1)[part], lr, stats)
-        if p.data_ptr() != master.data_ptr():
+        if not self._shared(p, master):
             p.copy_(master)
 
+    @staticmethod
+    def _shared(p: Tensor, master: Tensor) -> bool:
+        return local_part(p.detach()).data_ptr() == master.data_ptr()
+
     def _update_slice(self, name: str, part: slice, grad: Tensor, lr: float, stats: UpdateStats) -> None:
-        master, m, v = (t[name].view(-1)[part] for t in (self.masters, self.exp_avg, self.exp_avg_sq))
+        stored, m, v = (t[name].view(-1)[part] for t in (self.masters, self.exp_avg, self.exp_avg_sq))
+        master = stored.to(DTYPES[self.arm.param_dtype])  # the same tensor unless stored in a float32 container
+        grad = grad.to(self.grad_dtype)
         old = master.clone()
         if master.dtype == m.dtype == grad.dtype and self.arm.update_rounding == "nearest":
             self._adamw(master, grad, m, v, lr)
@@ -526,6 +558,8 @@ class MasterAdamW:
                 m.copy_(m_work)
                 v.copy_(v_work)
             kept = self._store(name, part, master, work, old)
+        if master.data_ptr() != stored.data_ptr():
+            stored.copy_(master)
         stats.add(module_kind(name), old, master, update, kept, self.base[name].view(-1)[part])
 
     def _adamw(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, lr: float) -> None:
@@ -549,7 +583,7 @@ class MasterAdamW:
         rounding = self.arm.update_rounding
         if rounding == "stochastic":
             key = stable_hash("stochastic_rounding", self.seed, name, self.step_count)
-            master.copy_(round_stochastic(work, stochastic_bits(work.shape, key, part.start, work.device)))
+            master.copy_(round_stochastic(work, stochastic_bits(work.shape, key, self.offsets[name] + part.start, work.device)))
         else:
             master.copy_(work)
         kept = master == old
@@ -580,7 +614,7 @@ class MasterAdamW:
                 raise WorkError(f"checkpoint tensor {name}: expected {tuple(target.shape)} {target.dtype}, found {found}")
             target.copy_(source)
         for name, p in self.params.items():
-            if p.data_ptr() != self.masters[name].data_ptr():
+            if not self._shared(p, self.masters[name]):
                 p.copy_(self.masters[name])
         self.step_count = step_count
 
@@ -591,19 +625,25 @@ def clip_grad_norm(optimizer: MasterAdamW, max_norm: float, scale: float = 1.0) 
 
     The norm is computed in float32 whatever the gradients' format. Clipping is skipped where max_norm is 0 or the norm is not finite.
     """
-    norms = []
+    norms, sharded = [], False
     for grad in optimizer.grads():
+        sharded |= is_sharded(grad)
+        grad = local_part(grad)
         if scale != 1.0:
             grad.div_(scale)
         norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
     if not norms:
         return 0.0
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if sharded:
+        total = norm ** 2
+        torch.distributed.all_reduce(total)
+        norm = total.sqrt()
     value = float(norm)
     if max_norm and value == value and max_norm < value < float("inf"):
         coefficient = max_norm / (norm + 1e-6)
         for grad in optimizer.grads():
-            grad.mul_(coefficient.to(grad.dtype))
+            local_part(grad).mul_(coefficient.to(grad.dtype))
     return value
 
 
