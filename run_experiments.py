@@ -30,8 +30,8 @@ from typing import Any
 
 from config import (DTYPE_BYTES, ROOT, SECTIONS, ExperimentConfig, TrainConfig, UserError, config_dict, config_hash,
                     nearest, parse_config, resolve_arm, run_name)
-from utils_run import (EXIT_BAD_REQUEST, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, count_parameters, git_state, read_json,
-                       require_memory, require_writable_dir, run_script, sha256_file, write_json)
+from utils_run import (EXIT_BAD_REQUEST, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, count_parameters, git_state, package_versions,
+                       read_json, require_memory, require_writable_dir, run_script, sha256_file, write_json)
 
 SCRIPTS = {"data": "scripts/prepare_data.py", "model": "scripts/prepare_model.py", "base": "eval_policy.py",
            "train": "train_rlvr.py", "eval": "eval_policy.py", "sparsity": "utils_bf16_sparsity.py",
@@ -186,11 +186,12 @@ def build_jobs(cfg: ExperimentConfig) -> dict[str, Job]:
         return {"base": hasher.model(base, cfg.model_revision, must_exist=bool(cfg.prepare_model))}
 
     def eval_inputs() -> dict[str, str | None]:
-        return {**base_input(), "eval_tasks_config": hasher.file(cfg.eval_tasks_config),
+        return {**base_input(), "eval_tasks_config": hasher.file(cfg.eval_tasks_config), "engine and graders": graders(hasher),
                 **{f"data {task.name}": hasher.file(task.path) for task in tasks}}
 
     eval_flags = [*shared_flags(cfg, "eval"), *option_flags(cfg.eval_args, "eval", "--eval_args"), "--base_ckpt", base]
-    argv = [*eval_flags, "--eval_base", "--output_path", str(root / "eval_metrics" / "base.json")]
+    eval_flags.append("--eval_base")  # a valid cached base is used all the same; on another device it would not be valid
+    argv = [*eval_flags, "--output_path", str(root / "eval_metrics" / "base.json")]
     eval_options = resolved("base", argv)
     eval_gpus = eval_options["vllm_tensor_parallel_size"] if eval_options["rollout_engine"] == "vllm" else 1
     add("base", argv, root / "eval_metrics" / "base.json", eval_inputs, eval_options, needs=first, gpus=eval_gpus)
@@ -290,6 +291,12 @@ class Hasher:
         files = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json"
                        or "token" in p.name or p.name == "vocab.json")
         return config_hash({p.name: self.file(p) for p in files})
+
+
+def graders(hasher: Hasher) -> str:
+    """What sampled and graded: another version gives other scores, and the base policy and all runs must have the same."""
+    sources = {name: hasher.file(ROOT / name) for name in ("utils_math_eval.py", "utils_code_eval.py")}
+    return config_hash({**sources, **package_versions(("torch", "transformers", "vllm", "math-verify"))})
 
 
 def hash_ends(path: Path) -> str:

@@ -34,7 +34,7 @@ class House:
 
     def __init__(self, folder: Path, **seconds: float) -> None:
         self.folder = folder
-        for name in ("run_experiments.py", "config.py", "utils_run.py", "utils_data.py"):
+        for name in ("run_experiments.py", "config.py", "utils_run.py", "utils_data.py", "utils_math_eval.py", "utils_code_eval.py"):
             shutil.copy(ROOT / name, folder)
         (folder / "scripts").mkdir()
         for name in CHILDREN:
@@ -240,6 +240,13 @@ def test_changed_training_data_make_the_runs_stale(finished):
     path = finished.folder / "problems/train.json"
     path.write_text(path.read_text().replace("1 + 1", "2 + 0"))
     assert "train_dataset_sha256" in finished.run("--seeds", "1", code=2)
+
+
+def test_another_grader_grades_everything_again(finished):
+    with open(finished.folder / "utils_math_eval.py", "a") as handle:
+        handle.write("# another rule\n")
+    finished.run("--seeds", "1")
+    assert sorted(finished.started()) == ["base", "eval/bf16_seed1", "eval/fp32_seed1"]
 
 
 def test_a_result_without_a_record_is_not_taken_for_this_grid(finished):
