@@ -203,7 +203,7 @@ class EvalConfig:
     eval_dtype: str = option("bfloat16", "format in which every arm is evaluated", choices=FLOAT_DTYPES)
     eval_seed: int = option(1234, "seed of all evaluation sampling, common to every run")
     batch_size: int = option(256, "responses sampled together")
-    logprob_tokens: int = option(16384, "tokens per forward pass when log-probabilities are computed")
+    logprob_tokens: int = option(0, "tokens per forward pass when log-probabilities are computed (0: 4096 on CPU, 16384 on GPU)")
     kl_num_samples: int = option(4, "responses a problem at temperature 1, top-p 1 for the KL (0: no KL)")
     kl_max_problems: int = option(0, "only the first N problems of each task for the KL (0: all)")
     rollout_engine: str = option("hf", "sampler", choices=("hf", "vllm"))
@@ -221,10 +221,10 @@ class EvalConfig:
     regrade: str | None = option(None, "folder of saved samples: grade them again without generating")
 
     def check(self) -> None:
-        for name in ("limit", "kl_num_samples", "kl_max_problems", "num_threads"):
+        for name in ("limit", "kl_num_samples", "kl_max_problems", "num_threads", "logprob_tokens"):
             if getattr(self, name) < 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must not be negative")
-        for name in ("batch_size", "logprob_tokens", "grading_workers"):
+        for name in ("batch_size", "grading_workers"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 1")
         if self.num_samples and self.num_samples < 2:

@@ -53,6 +53,11 @@ class PaddedRows:
     cell_index: Tensor
     targets: Tensor
 
+    @property
+    def sequence(self) -> Tensor:
+        """(N,) int64, the row that each response token belongs to."""
+        return self.cell_index // max(1, self.response_mask.shape[1])
+
 
 def pad_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int,
              device: torch.device | str = "cpu") -> PaddedRows:
@@ -85,6 +90,76 @@ def pad_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
                       to(response_ids[mask]))
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Several problems in one row, each prompt once with all of its responses behind it; a mask keeps them apart.
+
+    input_ids, position_ids: (B, T) int64; a response's positions continue its prompt's. visible: (B, 1, T, T) bool, True where
+    a token (row of the matrix) may look. hidden_index, targets: (N,) as in PaddedRows. sequence: (N,) int64, the response that
+    each token belongs to, counted over all groups in order.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    visible: Tensor
+    hidden_index: Tensor
+    targets: Tensor
+    sequence: Tensor
+
+
+def pack_rows(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], row_tokens: int, pad_id: int,
+              device: torch.device | str = "cpu") -> PackedRows:
+    """Pack (prompt, its responses) groups into as few rows as a first-fit finds.
+
+    A response's last token is never an input: it predicts nothing that is asked for. Against pad_rows() this saves the repeated prompts
+    and most pads; the attention matrix is computed over whole rows, so it suits many short responses.
+
+    Args:    groups: prompts with at least one token each. row_tokens: T, no group may need more (see packed_length()).
+    Raises:  ValueError for an empty prompt or a group that does not fit.
+    """
+    fill: list[int] = []  # tokens used in each row
+    place: list[tuple[int, int]] = []  # row and first position of each group
+    for prompt, responses in groups:
+        need = packed_length(prompt, responses)
+        if not prompt or need > row_tokens:
+            raise ValueError("empty prompt" if not prompt else f"a group of {need} tokens does not fit into rows of {row_tokens}")
+        row = next((r for r, used in enumerate(fill) if used + need <= row_tokens), len(fill))
+        if row == len(fill):
+            fill.append(0)
+        place.append((row, fill[row]))
+        fill[row] += need
+    shape = (len(fill), max(fill))
+    ids, positions = np.full(shape, pad_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    group_of = np.full(shape, -1, dtype=np.int64)
+    response_of = np.zeros(shape, dtype=np.int64)  # 0: prompt; responses of a group count from 1
+    hidden_index, targets, sequence = [], [], []
+    count = 0
+    for g, ((prompt, responses), (row, start)) in enumerate(zip(groups, place)):
+        at, first = start + len(prompt), row * shape[1] + start
+        ids[row, start:at], positions[row, start:at] = prompt, np.arange(len(prompt))
+        for r, response in enumerate(responses, start=1):
+            end = at + max(0, len(response) - 1)
+            ids[row, at:end] = response[:-1]
+            positions[row, at:end] = len(prompt) + np.arange(end - at)
+            response_of[row, at:end] = r
+            if len(response):  # the first token is predicted by the prompt's last position
+                hidden_index += [first + len(prompt) - 1, *range(row * shape[1] + at, row * shape[1] + end)]
+            targets += response
+            sequence += [count] * len(response)
+            at, count = end, count + 1
+        group_of[row, start:at] = g
+    same = (group_of[:, :, None] == group_of[:, None, :]) & np.tri(shape[1], dtype=bool)
+    visible = same & ((response_of[:, None, :] == 0) | (response_of[:, None, :] == response_of[:, :, None]))    # (B, T, T)
+    visible[:, np.arange(shape[1]), np.arange(shape[1])] = True  # pads see themselves: a row of nothing would be 0 / 0
+    arrays = (ids, positions, visible[:, None], *(np.array(x, dtype=np.int64) for x in (hidden_index, targets, sequence)))
+    return PackedRows(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def packed_length(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> int:
+    """Tokens that a group takes in a packed row."""
+    return len(prompt) + sum(max(0, len(r) - 1) for r in responses)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Log-probabilities of given tokens
 
@@ -99,9 +174,10 @@ def output_head(model: Any) -> torch.nn.Module:
     return head
 
 
-def response_hidden(model: Any, rows: PaddedRows) -> Tensor:
+def response_hidden(model: Any, rows: PaddedRows | PackedRows) -> Tensor:
     """Final hidden states that predict the response tokens: (N, H), in the model's compute dtype."""
-    hidden = model.base_model(input_ids=rows.input_ids, attention_mask=None, use_cache=False).last_hidden_state  # (B, T, H)
+    layout = {"position_ids": rows.position_ids, "attention_mask": rows.visible} if isinstance(rows, PackedRows) else {"attention_mask": None}
+    hidden = model.base_model(input_ids=rows.input_ids, use_cache=False, **layout).last_hidden_state  # (B, T, H)
     return hidden.flatten(0, 1).index_select(0, rows.hidden_index)
 
 
