@@ -301,7 +301,7 @@ def arrange(cfg: AnalyzeConfig, runs: list[Run], notes: list[str], synthetic: bo
         if left_out:
             notes.append(f"not asked for, left out: {', '.join(left_out)}")
         arms = [a for a in dict.fromkeys([cfg.reference, *cfg.precision_modes]) if a in present]
-        if not arms:
+        if not present & set(cfg.precision_modes):
             raise UserError(f"none of the arms {', '.join(cfg.precision_modes)} is in the results (there are: {', '.join(sorted(present))})")
     else:
         usual = [cfg.reference, "bf16", "bf16_mixed", "bf16_storage"]
@@ -355,6 +355,16 @@ def finite(block: Any, reason: str = "") -> Any:
     if isinstance(block, np.integer):
         return int(block)
     return block
+
+
+def factor(log_ratio: float) -> float:
+    """exp of a log ratio; infinity where it overflows (a jackknife bound without bound), which ``finite`` turns into null."""
+    return math.exp(log_ratio) if log_ratio < 700 else math.inf
+
+
+def as_factor(log_ratio: float) -> str:
+    """A log ratio as a factor in words: two decimals, and no false digits far from 1."""
+    return f"{factor(log_ratio):.2f}" if abs(log_ratio) < math.log(1000) else "over 1000" if log_ratio > 0 else "below 0.001"
 
 
 def describe(values: dict[int, float]) -> dict[str, Any]:
@@ -532,9 +542,9 @@ def spread_family(cfg: AnalyzeConfig, x: dict[str, dict[int, float]], y: dict[st
         spread = [i for i in range(len(usable)) if st.sample_variance(a[:, i]) > 0 and st.sample_variance(b[:, i]) > 0]
         if spread:
             effect = st.log_variance_contrast([a[:, spread], b[:, spread]], [1, -1])
-            ratio.update(finite(effect), tasks=[usable[i] for i in spread], **{k: math.exp(effect[v]) for k, v in (
+            ratio.update(finite({**effect, **{k: factor(effect[v]) for k, v in (
                 ("ratio", "estimate"), ("ratio_low", "low"), ("ratio_high", "high"), ("ratio_lower_bound", "lower_bound"),
-                ("ratio_upper_bound", "upper_bound"))})
+                ("ratio_upper_bound", "upper_bound"))}}, "too wide to be a number"), tasks=[usable[i] for i in spread])
         for t, p in zip(usable, joint.pop("per_task_p")):
             tasks[t]["permutation"].update(p_value=p, smallest_p=joint["smallest_p"])
     adjusted = st.holm([math.nan if tasks[t]["permutation"]["p_value"] is None else tasks[t]["permutation"]["p_value"] for t in tasks])
@@ -586,7 +596,7 @@ def task_spread_verdict(cfg: AnalyzeConfig, task: dict[str, Any]) -> dict[str, A
     if p < cfg.alpha:
         return verdict(SUPPORTED, f"permutation p after Holm {p:.4f}")
     if upper is not None and upper < math.log(cfg.ratio_margin) and task["permutation"]["smallest_p"] < cfg.alpha:
-        return verdict(NOT_SUPPORTED, f"variance ratio at most {math.exp(upper):.2f}")
+        return verdict(NOT_SUPPORTED, f"variance ratio at most {as_factor(upper)}")
     return verdict(INCONCLUSIVE, f"permutation p after Holm {p:.4f}")
 
 
@@ -605,7 +615,8 @@ def family_spread_verdict(cfg: AnalyzeConfig, joint: dict[str, Any], ratio: dict
                        f"not below {cfg.alpha:g}: no data could decide ({p})")
     if ratio["estimate"] is None:
         return verdict(INCONCLUSIVE, f"{p}, but no task has spread in both arms, so there is no ratio to bound")
-    size = f"mean variance ratio {ratio['ratio']:.2f}, one-sided 95 % bounds {ratio['ratio_lower_bound']:.2f} and {ratio['ratio_upper_bound']:.2f}"
+    size = (f"mean variance ratio {as_factor(ratio['estimate'])}, one-sided 95 % bounds {as_factor(ratio['lower_bound'])} "
+            f"and {as_factor(ratio['upper_bound'])}")
     kind = st.decide_spread(joint["p_value"], joint["smallest_p"], ratio["lower_bound"], ratio["upper_bound"], cfg.alpha, cfg.ratio_margin)
     return verdict(kind, f"{size}: below {cfg.ratio_margin:g}; {p}" if kind == NOT_SUPPORTED else f"{p}; {size}")
 
@@ -741,7 +752,7 @@ def kl_equivalence(cfg: AnalyzeConfig, x: dict[int, float], y: dict[int, float],
     else:
         log_margin = math.log(cfg.kl_margin)
         tost = st.tost_welch(np.log(a), np.log(b), log_margin, cfg.alpha)
-        ratios = {k: math.exp(tost[v]) for k, v in (("ratio", "difference"), ("ratio_low", "low"), ("ratio_high", "high"))}
+        ratios = {k: factor(tost[v]) for k, v in (("ratio", "difference"), ("ratio_low", "low"), ("ratio_high", "high"))}
         block = {"equivalence": finite({**tost, **ratios}, "no spread in either arm"), "point_rule_similar": similar,
                  "paired": paired_means({s: math.log(v) for s, v in x.items()}, {s: math.log(v) for s, v in y.items()}, log_margin, cfg.alpha)}
         size = f"ratio of geometric means {ratios['ratio']:.3f}, {100 * (1 - 2 * cfg.alpha):.0f} % interval {ratios['ratio_low']:.3f} to {ratios['ratio_high']:.3f}"
@@ -935,7 +946,7 @@ def expected_results(cfg: AnalyzeConfig, study: Study, result: dict[str, Any]) -
         h2["verdict"], h2["verdict_reason"])
     interaction = h2["against_on_task"]["interaction"]
     add("variance ratio, off-task over on-task", "above 1 (the excess is off-task)", "1",
-        "-" if interaction["estimate"] is None else f"{math.exp(interaction['estimate']):.2f}", *sign_verdict(interaction))
+        "-" if interaction["estimate"] is None else as_factor(interaction["estimate"]), *sign_verdict(interaction))
     for task, t in h3["on_task"].items():
         add(f"KL, {task} (on-task, {t['measure']})", "equal in both", *(scientific(t[n]["mean"]) for n in (ref, arm)), t["verdict"], t["verdict_reason"])
     add("variance of KL, off-task (geometric mean)", f"{arm} larger", *(scientific(geometric_mean_variance(h3["off_task"], n)) for n in (ref, arm)),
@@ -967,7 +978,7 @@ def sign_verdict(effect: dict[str, Any]) -> tuple[str, str]:
     """Verdict on "above 0" from one-sided 95 % bounds."""
     if effect["estimate"] is None:
         return INCONCLUSIVE, effect["reason"]
-    words = f"95 % interval of the ratio {math.exp(effect['low']):.2f} to {math.exp(effect['high']):.2f}"
+    words = f"95 % interval of the ratio {as_factor(effect['low'])} to {as_factor(effect['high'])}"
     return (SUPPORTED if effect["lower_bound"] > 0 else NOT_SUPPORTED if effect["upper_bound"] < 0 else INCONCLUSIVE), words
 
 
@@ -1385,19 +1396,30 @@ def report_blocks(cfg: AnalyzeConfig, study: Study, result: dict[str, Any], capt
                             f"({rule['rules']})."))
         interaction = b["hypothesis_2"]["against_on_task"]["interaction"]
         if interaction["estimate"] is not None:
-            blocks.append(("p", f"Variance ratio off-task over variance ratio on-task: {math.exp(interaction['estimate']):.2f} "
-                                f"(95 % interval {math.exp(interaction['low']):.2f} to {math.exp(interaction['high']):.2f})."))
+            blocks.append(("p", f"Variance ratio off-task over variance ratio on-task: {as_factor(interaction['estimate'])} "
+                                f"(95 % interval {as_factor(interaction['low'])} to {as_factor(interaction['high'])})."))
     blocks.append(("p", regime_sentence(result)))
     blocks += [("h", 2, "KL to the base policy"), *images(captions, "kl_comparison"), ("table", *kl_table(study, result)), ("p", regime_sentence(result))]
     blocks += extra_tables(result)
     blocks += power_report(cfg, result, captions)
     blocks += [("h", 2, "Weights and training"), *images(captions, "sparsity_comparison", "lost_updates", "training_curves")]
     blocks += [("h", 2, "What is missing"), ("list", study.missing) if study.missing else ("p", "Nothing: every run has every task.")]
+    blocks += [("h", 2, "Where the results come from"), ("table", ["what", "value", "runs"], provenance(study))]
     settings = {**result["settings"], **{f"version of {k}": v for k, v in result["versions"].items()},
                 "code": (result["code"]["commit"] or "no git checkout") + (" (with uncommitted changes)" if result["code"]["dirty"] else "")}
     blocks += [("h", 2, "Settings"), ("table", ["setting", "value"], [[k, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)]
                                                                       for k, v in settings.items()])]
     return blocks
+
+
+def provenance(study: Study) -> list[list[str]]:
+    """Rows (what, value, number of runs) of what the result files say about their making; a difference between runs shows as two rows."""
+    counts: dict[tuple[str, str], int] = {}
+    for run in study.runs:
+        for name, value in {"study": run.study, "synthetic data": run.synthetic, **run.settings}.items():
+            shown = ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, dict) else str("not recorded" if value is None else value)
+            counts[name, shown] = counts.get((name, shown), 0) + 1
+    return [[name, shown, str(count)] for (name, shown), count in counts.items()]
 
 
 def ordered_comparisons(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -1457,7 +1479,7 @@ def spread_table(h2: dict[str, Any], arm: str, ref: str) -> tuple[list[str], lis
                      *(scientific(p) for p in (t["variance_test"].get("p_value"), t["permutation"]["p_value"], t["permutation"].get("p_holm"),
                                                (t.get("bootstrap") or {}).get("p_value_greater"))), IN_WORDS[t["verdict"]]])
     j, r = h2["joint_test"], h2["mean_log_variance_ratio"]
-    rows.append(["all together", "", "", "-" if r["estimate"] is None else f"{r['ratio']:.3g} ({r['ratio_low']:.3g} to {r['ratio_high']:.3g})", "",
+    rows.append(["all together", "", "", "-" if r["estimate"] is None else f"{as_factor(r['estimate'])} ({as_factor(r['low'])} to {as_factor(r['high'])})", "",
                  scientific(j["p_value"]), "", "", IN_WORDS[h2["verdict"]]])
     return ["task", f"variance {ref}", f"variance {arm}", "ratio", "p, F test", "p, permutation", "p after Holm", "p, bootstrap", "verdict"], rows
 
@@ -1519,7 +1541,7 @@ def extra_tables(result: dict[str, Any]) -> list[Block]:
             for effect in st.FACTORIAL_EFFECTS:
                 m, v = t.get("mean", {}).get(effect), t.get("log_variance", {}).get(effect)
                 rows.append([task, effect, "-" if not m else f"{m['estimate']:+.4f} ({interval(m, 'low', 'high')})",
-                             "-" if not v else f"{math.exp(v['estimate']):.2f} ({math.exp(v['low']):.2f} to {math.exp(v['high']):.2f})"])
+                             "-" if not v else f"{as_factor(v['estimate'])} ({as_factor(v['low'])} to {as_factor(v['high'])})"])
         blocks += [("h", 2, "Storage and compute, taken apart"), ("p", result["factorial"]["note"] + "."),
                    ("table", ["task", "effect", "on mean dJ (95 % interval)", "on the variance, as a factor (95 % interval)"], rows)]
     return blocks
