@@ -631,3 +631,50 @@ def test_grid_killed_at_random_moments_ends_like_an_undisturbed_one(house):
     assert house.results() == undisturbed.results()
     running = [(e["time"], e["job"]) for e in house.events()]
     assert len(running) > 15  # the kills did interrupt something
+
+
+REAL_GRID = ["--config", "configs/tiny.yaml", "--precision_modes", "fp32", "bf16_storage", "bf16", "--seeds", "1", "2",
+             "--train_args", "num_steps=6", "save_every=2", "prompts_per_step=8", "prompts_per_minibatch=4",
+             "--eval_args", "tasks=dm_val,gsm8k", "limit=8", "kl_num_samples=1"]
+DETERMINISTIC_ARMS = ("fp32", "bf16_storage")
+# What two runs of the same command may differ in: clocks, and the folder they were given.
+CLOCKS_AND_PLACES = ("run_cost", "samples_dir", "ft_ckpt", "versions")
+
+
+def real_results(root: Path) -> dict[str, object]:
+    """Final weights, metrics and evaluations of the deterministic arms, clocks and places apart."""
+    from train_rlvr import NON_DETERMINISTIC_FIELDS
+    found: dict[str, object] = {}
+    for arm in DETERMINISTIC_ARMS:
+        for seed in (1, 2):
+            run = f"{arm}_seed{seed}"
+            found[f"{run} weights"] = (root / "train_logs" / run / "final_model/model.safetensors").read_bytes()
+            rows = [json.loads(line) for line in (root / "train_logs" / run / "metrics.jsonl").read_text().splitlines()]
+            found[f"{run} metrics"] = [{k: v for k, v in row.items() if not k.startswith(NON_DETERMINISTIC_FIELDS)} for row in rows]
+            for name in (run, f"{run}_sparsity"):
+                data = json.loads((root / "eval_metrics" / f"{name}.json").read_text())
+                found[name] = {k: v for k, v in data.items() if k not in CLOCKS_AND_PLACES}
+    return found
+
+
+@pytest.mark.slow
+def test_real_grid_killed_at_20_random_moments_ends_bit_for_bit_like_an_undisturbed_one(tmp_path):
+    def start(root: Path) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "run_experiments.py", *REAL_GRID, "--results_root", str(root)], cwd=ROOT, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def finish(root: Path) -> None:
+        process = start(root)
+        output, _ = process.communicate(timeout=1800)
+        assert process.returncode == 0, output
+
+    finish(tmp_path / "undisturbed")
+    rng = random.Random(0)
+    for _ in range(20):
+        process = start(tmp_path / "killed")
+        time.sleep(rng.uniform(2.0, 20.0))
+        process.kill()
+        process.communicate()
+    finish(tmp_path / "killed")
+    expected, found = real_results(tmp_path / "undisturbed"), real_results(tmp_path / "killed")
+    assert [name for name in expected if expected[name] != found[name]] == []
