@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -296,7 +297,12 @@ class Hasher:
 def graders(hasher: Hasher) -> str:
     """What sampled and graded: another version gives other scores, and the base policy and all runs must have the same."""
     sources = {name: hasher.file(ROOT / name) for name in ("utils_math_eval.py", "utils_code_eval.py")}
-    return config_hash({**sources, **package_versions(("torch", "transformers", "vllm", "math-verify"))})
+    return config_hash({**sources, **engine_versions()})
+
+
+@functools.cache
+def engine_versions() -> dict[str, str | None]:
+    return package_versions(("torch", "transformers", "vllm", "math-verify"))
 
 
 def hash_ends(path: Path) -> str:

@@ -54,7 +54,7 @@ class Clone:
         shutil.copy(self.folder / "configs/grid.yaml", self.folder / "configs/tiny.yaml")
         self.elsewhere = new_folder(folder / "else where")
         python = executable(folder / "python_here" / "python", PYTHON.replace("REAL_PYTHON", f'"{sys.executable}"'))
-        self.env = {**os.environ, "RLVR_PYTHON": str(python), "PIP_LOG": str(self.pip_log), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = {**os.environ, "RLVR_PYTHON": str(python), "PIP_LOG": str(self.pip_log)}
         # no nvidia-smi of this machine, and no look at PyTorch's index
         self.tools = folder / "tools"
         executable(self.tools / "nvidia-smi", "#!/bin/sh\nexit 9\n")
