@@ -34,9 +34,10 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help is insta
 # the seed formula is inequality of values there.
 DEFAULT_ETA = 1e-3
 ABSOLUTE_TOLERANCE = 1e-5  # Mukherjee et al., arXiv 2505.11711
+MASK_BLOCK_ELEMENTS = 1 << 16
 CHUNK_BYTES = 64 << 20     # of one end; a unit of work and of the progress bar
-BLOCK_ELEMENTS = 1 << 16   # float32 temporaries of one block (256 KiB each) stay in a core's cache
-CUDA_BLOCK_ELEMENTS = 1 << 22  # fewer, larger kernels
+BLOCK_BYTES = 1 << 18      # of one end; the float32 temporaries of a block stay in a core's cache
+CUDA_BLOCK_ELEMENTS = 1 << 20  # fewer, larger kernels; chunks are whole multiples of it
 # Between these, a block's float32 sum of squares neither overflowed nor lost terms that matter; else float64 is used.
 FLOAT32_SQUARES = (1e-20, 1e30)
 FLOAT32_DOUBT = 2.0 ** -20     # relative; float32 quotients this close to a threshold are decided in float64
@@ -465,7 +466,7 @@ def _deltas(w: torch.Tensor, w_new: torch.Tensor) -> tuple[torch.Tensor, torch.T
     import torch
     size, delta = w.abs(), (w_new - w).abs_()
     largest = torch.maximum(size, w_new.abs()).clamp_min_(FLOAT32_SMALLEST)
-    return size, delta, delta / largest
+    return size, delta, torch.div(delta, largest, out=largest)
 
 
 def _counts_above(w: torch.Tensor, w_new: torch.Tensor, delta: torch.Tensor, relative: torch.Tensor,
@@ -484,9 +485,11 @@ def _add_stored_counts(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: 
     """Fill in what depends on stored values. False, with nothing filled in, if a difference is subnormal in float32."""
     import torch
     size, delta, relative = _deltas(w, w_new)
-    num_moved = _count(_comparable(delta) > 0)
-    if delta.dtype == torch.float32 and num_moved != _count(_comparable(delta) >= torch.finfo(torch.float32).tiny):
-        return False
+    num_moved = _count(_comparable(delta) >= torch.finfo(torch.float32).tiny)
+    if num_moved < delta.numel():  # some are equal, or subnormal
+        num_normal, num_moved = num_moved, _count(_comparable(delta) > 0)
+        if delta.dtype == torch.float32 and num_normal < num_moved:
+            return False
     moved.histogram = update_histogram(size, delta, relative)
     moved.histogram[0, 0] -= delta.numel() - num_moved  # delta == 0: zeros of other sign, equal elements of a dense block
     moved.changed["exact_stored"] = num_moved
@@ -542,9 +545,9 @@ def _measure_nonfinite(base: torch.Tensor, ft: torch.Tensor, eta: float) -> Move
 # --------------------------------------------------------------------------------------------------------------------
 # Counting two checkpoints
 
-def _chunks(names: list[str], base: Checkpoint, chunk_bytes: int, block: int) -> Iterator[tuple[str, int, int]]:
-    """(tensor, first element, end): pieces of at most ``chunk_bytes`` of one float32 end, in whole blocks."""
-    step = max(chunk_bytes // 4 // block, 1) * block
+def _chunks(names: list[str], base: Checkpoint, chunk_bytes: int) -> Iterator[tuple[str, int, int]]:
+    """(tensor, first element, end): pieces of about ``chunk_bytes`` of one float32 end, a multiple of every block size."""
+    step = max(chunk_bytes // 4 // CUDA_BLOCK_ELEMENTS, 1) * CUDA_BLOCK_ELEMENTS
     for name in names:
         total = base.tensors[name].num_elements
         for start in range(0, total, step):
@@ -581,13 +584,13 @@ def measure_tensors(base: Checkpoint, ft: Checkpoint, names: list[str], eta: flo
                     chunk_bytes: int = CHUNK_BYTES, num_threads: int = 0, progress: bool = False) -> dict[str, Moved]:
     """Moved of every tensor in ``names``, streamed; anonymous memory: a few blocks (CPU) or chunks (CUDA) per thread."""
     from tqdm import tqdm
-    block = CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS
     width = {n: _item_bytes(base.tensors[n].dtype) + _item_bytes(ft.tensors[n].dtype) for n in names}
-    items = list(_chunks(names, base, chunk_bytes, block))
+    items = list(_chunks(names, base, chunk_bytes))
 
     def measure_chunk(item: tuple[str, int, int]) -> Moved:
         name, start, end = item
         one, two = (c.flat(name)[start:end].to(device) for c in (base, ft))
+        block = CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_BYTES // max(one.element_size(), two.element_size())
         return combine(measure_block(one[i:i + block], two[i:i + block], eta) for i in range(0, end - start, block))
 
     parts: dict[str, list[Moved]] = {n: [] for n in names}
@@ -1070,15 +1073,15 @@ def _mask_counts(base: Checkpoint, runs: list[Checkpoint], names: list[str], eta
                  num_threads: int, progress: bool) -> dict[str, MaskCounts]:
     import torch
     from tqdm import tqdm
-    items = list(_chunks(names, base, chunk_bytes, BLOCK_ELEMENTS))
+    items = list(_chunks(names, base, chunk_bytes))
 
     def count_chunk(item: tuple[str, int, int]) -> tuple[Any, Any]:
         name, start, end = item
         both = torch.zeros(len(runs), len(runs), dtype=torch.int64)
         changed_by = torch.zeros(len(runs) + 1, dtype=torch.int64)
         pieces = [c.flat(name)[start:end].to(device) for c in (base, *runs)]
-        for i in range(0, end - start, BLOCK_ELEMENTS):
-            w, *others = (x[i:i + BLOCK_ELEMENTS] for x in pieces)
+        for i in range(0, end - start, MASK_BLOCK_ELEMENTS):
+            w, *others = (x[i:i + MASK_BLOCK_ELEMENTS] for x in pieces)
             masks = torch.stack([changed_mask(w, other, eta) for other in others])
             changed_by += torch.bincount(masks.sum(0), minlength=len(runs) + 1).cpu()
             masks = masks.float()  # a block has fewer than 2^24 elements: float32 counts them exactly
