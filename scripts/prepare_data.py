@@ -5,7 +5,7 @@ Out: OUTPUT_DIR/{dm_train,dm_val,aime24,aime25,amc23,math500,gsm8k,mmlu_stem,hum
      (per file: origin, revision, rows, sha256, synthetic, what was removed); raw and hub add gsm8k_train and dapo_aime2024.
 
     python scripts/prepare_data.py --output_dir ./data                                        # synthetic, 1 s
-    python scripts/prepare_data.py --source hub --output_dir ./data                           # real, minutes and 300 MB
+    python scripts/prepare_data.py --source hub --output_dir ./data                           # real, downloads (not timed)
     python scripts/prepare_data.py --source raw --raw_dir DIR --output_dir data/smollm2       # real, local copies, 3 s
 
 The training set "DM" is DAPO-Math-17k plus the train split of MATH. Problems that occur twice, or in any evaluation set,
