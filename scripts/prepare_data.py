@@ -97,10 +97,11 @@ def dapo_row(row: dict[str, Any]) -> dict[str, Any]:
     return _math(strip_dapo_wrapper(row["prompt"][0]["content"]), row["reward_model"]["ground_truth"])
 
 
-def math_train_row(row: dict[str, Any]) -> dict[str, Any]:
+def math_train_row(row: dict[str, Any]) -> dict[str, Any] | None:
+    """None where the worked solution boxes nothing: such a problem cannot be graded, and is counted."""
     answer = row["answer"] if "answer" in row else last_boxed(row["solution"])
-    if answer is None:
-        raise UserError("the solution has no \\boxed answer")
+    if not answer:
+        return None
     return {**_math(row["problem"], answer), **_kept(row, "level", "type")}
 
 
@@ -162,7 +163,7 @@ class Source:
     hub_id: str
     hub_configs: tuple[str | None, ...]
     hub_split: str
-    convert: Callable[[dict[str, Any]], dict[str, Any]]
+    convert: Callable[[dict[str, Any]], dict[str, Any] | None]
     keep: Callable[[dict[str, Any]], bool] = lambda row: True
     repeated: bool = False
 
@@ -304,10 +305,10 @@ def convert(name: str, rows: Iterable[dict[str, Any]], origin: dict[str, Any], w
     """Problem records of one data set, in its own order. A benchmark keeps its rows as published, repeats included.
 
     Args:    rows: in the hub's field names. origin: manifest part, completed here with the rows read, of another subject,
-             and repeated.
+             without an answer, and repeated.
     Raises:  UserError naming ``where``, the row and what is wrong with it.
     """
-    source, records, seen, total, other, repeats = SOURCES[name], [], set(), 0, 0, 0
+    source, records, seen, total, other, unanswered, repeats = SOURCES[name], [], set(), 0, 0, 0, 0
     for i, row in enumerate(rows):
         total += 1
         try:
@@ -321,13 +322,16 @@ def convert(name: str, rows: Iterable[dict[str, Any]], origin: dict[str, Any], w
             raise UserError(f"{where} row {i}: a field has the wrong type ({error})") from None
         except UserError as error:
             raise UserError(f"{where} row {i}: {error}") from None
+        if fields is None:
+            unanswered += 1
+            continue
         if source.repeated and (fields["problem"], fields["answer"]) in seen:
             repeats += 1
             continue
         seen.add((fields["problem"], fields["answer"]))
         record = {"id": f"{name}-{i:05d}", **fields, "source": source.title}
         records.append(check_record(record, f"{where} row {i}"))
-    part = {**origin, "rows": total, "rows_of_other_subjects": other, "exact_repeats": repeats}
+    part = {**origin, "rows": total, "rows_of_other_subjects": other, "rows_without_answer": unanswered, "exact_repeats": repeats}
     return ProblemSet(records, [part], synthetic=False)
 
 

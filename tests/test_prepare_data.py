@@ -111,6 +111,12 @@ def test_math_answer_comes_from_the_last_box_where_the_set_has_solutions():
     assert (row["answer"], row["level"], row["type"]) == (r"\sqrt{2}", "Level 2", "Algebra")
 
 
+def test_math_problem_whose_solution_boxes_nothing_is_left_out_and_counted():
+    rows = [{"problem": "p", "solution": "by inspection"}, {"problem": "q", "solution": r"\boxed{3}"}]
+    problems = prepare_data.convert("math_train", rows, {"name": "x", "revision": None}, "x")
+    assert [r["answer"] for r in problems.records] == ["3"] and problems.origin[0]["rows_without_answer"] == 1
+
+
 # --- Duplicates, leaks, split ----------------------------------------------------------------------------------------------
 
 def test_problems_of_the_benchmarks_are_removed_from_dm_and_counted(tmp_path):
