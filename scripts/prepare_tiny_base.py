@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # --- What is trained -------------------------------------------------------------------------------------------------------
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-# Frequent phrases are one token each, everything else (all digits above all) is one token a character: sequences are about
+SPECIAL_TOKENS = ("<pad>", "<eos>")
+# Frequent phrases are one token each, everything else (all digits above all) is one token a byte: sequences are about
 # half as long as in characters, and so is the time of every rollout.
 LONG_TOKENS = (
     "\\boxed{", "\\frac{", " \\cdot ", "}{", " = ", " = ?", " + ", " - ", " * ", " % ", ", ",
@@ -96,25 +96,22 @@ CODE_NAMES = {"sum": sum, "max": max, "min": min, "len": len}  # what a generate
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each of LONG_TOKENS, printable ASCII character and newline. Adds no token by itself; decode(encode(x)) == x.
+    """One token for each of LONG_TOKENS and each byte. Adds no token by itself; decode(encode(x)) == x.
 
-    A character outside this alphabet becomes <unk>, so real-world text does not crash the model, it is just not legible.
+    It is a Qwen2 tokenizer without merges, because AutoTokenizer rebuilds every tokenizer of a qwen2 model as one, whatever
+    class its files name; anything else would come back from disk with other ids.
     """
-    import re
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
 
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = [*SPECIAL_TOKENS, *LONG_TOKENS, "\n", *(chr(code) for code in range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}, unk_token="<unk>"))
-    longest_first = sorted(LONG_TOKENS, key=len, reverse=True)
-    pattern = "|".join([*(re.escape(token) for token in longest_first), r"[\s\S]"])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without it the word-level model would put spaces between characters
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left",
-        model_max_length=ARCHITECTURE["max_position_embeddings"], clean_up_tokenization_spaces=False,
+    vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], pad_token="<pad>", eos_token="<eos>",
+        unk_token="<eos>", bos_token=None, padding_side="left", model_max_length=ARCHITECTURE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in LONG_TOKENS])
+    return tokenizer
 
 
 # --- Data ------------------------------------------------------------------------------------------------------------------
