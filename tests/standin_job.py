@@ -70,6 +70,9 @@ def behave(before_output: bool) -> None:
         print("helper", helper.pid, flush=True)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
+    if what == "leave_helper":
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("helper", helper.pid, flush=True)
     if what == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "eat_memory":
@@ -119,6 +122,7 @@ def train() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     checkpoint = folder / "checkpoints" / "state.json"
     begun = read_json(checkpoint) if checkpoint.exists() else {"step": 0, "state": f"{cfg.precision_mode} {cfg.seed} {cfg.noise_replicate}"}
+    event(f"from step {begun['step']}")
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines()[:begun["step"]] if metrics.exists() else []
     metrics.write_text("".join(line + "\n" for line in lines))

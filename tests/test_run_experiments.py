@@ -271,6 +271,7 @@ def test_more_steps_go_on_from_the_checkpoint_when_forced(house):
     house.run("--seeds", "1", "--precision_modes", "fp32", "--train_args", "num_steps=8", "--force", "fp32_seed1", mode="train")
     lines = (house.folder / "out/train_logs/fp32_seed1/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+    assert len(house.events("from step 5")) == 1  # not from the start
     fresh = House(new_folder(house.folder.with_name("fresh")))
     fresh.run("--seeds", "1", "--precision_modes", "fp32", "--train_args", "num_steps=8", mode="train")
     final = "train_logs/fp32_seed1/final_model/model.safetensors"
@@ -352,9 +353,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def test_helper_left_behind_by_a_finished_job_is_ended(house):
+    house.behave(eval__bf16_seed1=["leave_helper"])
+    house.run("--seeds", "1", mode="full")
+    log = (house.folder / "out/logs/eval-bf16_seed1.log").read_text()
+    assert not alive(int(re.search(r"helper (\d+)", log).group(1)))
+
+
 def test_killed_job_is_tried_again_alone(house):
+    house.write("standin.json", {"train": 4.0})  # longer than the wait before the second try
     house.behave(train__bf16_seed1=["late_sigkill", "ok"])
-    house.run("--retries", "1", mode="train")
+    house.run("--retries", "1", "--max_parallel", "2", mode="train")
     log = house.run(mode="status")
     assert re.search(r"bf16_seed1 +done", log)
     begun, ended = house.events(), {(e["job"]): e["time"] for e in house.events("end")}
@@ -614,6 +623,23 @@ def test_only_one_orchestrator_works_on_a_results_folder(house):
     assert "no run_experiments.py is at work" in status and re.search(r"fp32_seed1 +interrupted", status)
     house.write("standin.json", {"train": 0.1})
     house.run("--seeds", "1", mode="train")  # the lock of the dead one does not hold it up
+
+
+def test_jobs_end_when_the_orchestrator_is_killed(house):
+    house.write("standin.json", {"train": 20.0})
+    grid = house.start("--seeds", "1", mode="train")
+    wait_for(lambda: len(house.events("from step 0")) == 2)
+    grid.kill()
+    grid.communicate()
+    wait_for(lambda: orphans(house) == [], seconds=20)
+    assert len(house.events("interrupted")) == 2  # asked to stop, with a checkpoint
+
+
+def test_process_left_behind_by_a_dead_orchestrator_is_ended_before_anything_starts(house):
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                            env={**os.environ, "RLVR_EXPERIMENT_JOB": f"{house.folder / 'out'}::train/bf16_seed1"})
+    output = house.run(mode="prepare")
+    assert "stopped 1 process(es)" in output and left.wait(timeout=5) == -signal.SIGTERM
 
 
 def test_grid_killed_at_random_moments_ends_like_an_undisturbed_one(house):
