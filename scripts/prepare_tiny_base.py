@@ -19,6 +19,7 @@ import random
 import shutil
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ ARCHITECTURE = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
 # they differ from the right one by a single character, so that the base's mistakes look like slips.
 MIXTURE = {
     #             share  wrong  distinct problems (near all that the pre-training split has, where that is few)
-    "dm_train":  (0.40, 0.15, 10_000),
+    "dm_train":  (0.50, 0.15, 10_000),
     "aime24":    (0.08, 0.15, 2_600),
     "aime25":    (0.08, 0.15, 2_500),
     "amc23":     (0.08, 0.15, 6_000),
@@ -67,16 +68,27 @@ MIXTURE = {
     "humaneval": (0.09, 0.15, 8_000),
 }
 ROW_TOKENS = 64  # several sequences are packed into a row of this length; the longest sequence has 28 tokens
-ROWS_PER_STEP = 24
 
 # --- How it is trained -----------------------------------------------------------------------------------------------------
 
-MUON_LR = 0.02  # on the matrices of the layers
 MUON_MOMENTUM = 0.95
 MUON_WEIGHT_DECAY = 0.1
-ADAM_LR = 3e-3  # on the embedding, biases and norms
-WARMUP_STEPS = 40
-SCHEDULE_STEPS = 6000  # the learning rate would reach 0 here; --steps stops earlier, so step s is the same in every run
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with an optimizer of its own. --steps stops earlier, so step s is the same in every run."""
+
+    steps: int
+    rows_per_step: int
+    muon_lr: float  # on the matrices of the layers
+    adam_lr: float  # on the embedding, biases and norms
+    warmup_steps: int
+    schedule_steps: int  # the learning rate would reach 0 here
+
+
+# Small noisy steps first, which find carrying; then larger, gentler ones, under which skill grows slowly enough to stop at will.
+PHASES = (Phase(2700, 12, 0.02, 3e-3, 40, 8000), Phase(1500, 24, 0.006, 1e-3, 10, 1500))
 MAX_GRAD_NORM = 1.0
 
 # --- How skill is measured -------------------------------------------------------------------------------------------------
@@ -140,7 +152,7 @@ def make_pools(tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, list[
     return pools
 
 
-def draw_batch(pools: dict, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> dict[str, torch.Tensor]:
+def draw_batch(pools: dict, tokenizer: PreTrainedTokenizerFast, rng: random.Random, num_rows: int) -> dict[str, torch.Tensor]:
     """One step's sequences packed into rows; a row ends where the next sequence does not fit.
 
     Returns: input_ids, position_ids, targets (rows, ROW_TOKENS) int64, with -100 on all but response tokens and EOS, and
@@ -149,7 +161,7 @@ def draw_batch(pools: dict, tokenizer: PreTrainedTokenizerFast, rng: random.Rand
     import torch
 
     names, shares = list(MIXTURE), [share for share, _, _ in MIXTURE.values()]
-    shape = (ROWS_PER_STEP, ROW_TOKENS)
+    shape = (num_rows, ROW_TOKENS)
     ids = torch.full(shape, tokenizer.pad_token_id)
     targets = torch.full(shape, -100)
     positions = torch.zeros(shape, dtype=torch.int64)
@@ -163,7 +175,7 @@ def draw_batch(pools: dict, tokenizer: PreTrainedTokenizerFast, rng: random.Rand
         tokens = prompt + answer
         if start + len(tokens) > ROW_TOKENS:
             row, start = row + 1, 0
-            if row == ROWS_PER_STEP:
+            if row == num_rows:
                 break
         segment += 1
         end = start + len(tokens)
@@ -220,9 +232,9 @@ class Muon:
                 matrix.data.mul_(1 - lr * MUON_WEIGHT_DECAY).add_(change, alpha=-lr * scale)
 
 
-def learning_rate_factor(step: int) -> float:
-    """Linear warm-up, then linear decay to 0 at SCHEDULE_STEPS."""
-    return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.0, 1 - step / SCHEDULE_STEPS)
+def learning_rate_factor(step: int, phase: Phase) -> float:
+    """Linear warm-up, then linear decay to 0 at the phase's schedule_steps."""
+    return min(1.0, (step + 1) / phase.warmup_steps) * max(0.0, 1 - step / phase.schedule_steps)
 
 
 # --- Skill -----------------------------------------------------------------------------------------------------------------
@@ -386,34 +398,36 @@ def train(cfg: TinyBaseConfig, model: Qwen2ForCausalLM, tokenizer: PreTrainedTok
     rng = random.Random(f"{cfg.seed}|batches")
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = Muon(matrices)
-    adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
+    plan = [(phase, step) for phase in PHASES for step in range(phase.steps)]
     log, loss_sum, loss_count = [], 0.0, 0
-    bar = tqdm(range(cfg.steps), unit="step", mininterval=2.0, smoothing=0.05)
-    for step in bar:
-        batch = draw_batch(pools, tokenizer, rng)
+    bar = tqdm(plan[:cfg.steps], unit="step", mininterval=2.0, smoothing=0.05)
+    for total, (phase, step) in enumerate(bar):
+        if step == 0:
+            muon = Muon(matrices)
+            adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0)
+        batch = draw_batch(pools, tokenizer, rng, phase.rows_per_step)
         targets = batch.pop("targets")
         hidden = model.model(**batch, use_cache=False).last_hidden_state  # (rows, ROW_TOKENS, hidden)
         answers = targets >= 0
         loss = cross_entropy(model.lm_head(hidden[answers]), targets[answers])  # logits on response tokens only
         if not torch.isfinite(loss):
-            raise WorkError(f"loss is not finite at step {step}; nothing was saved")
+            raise WorkError(f"loss is not finite at step {total}; nothing was saved")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        factor = learning_rate_factor(step)
-        muon.step(MUON_LR * factor)
-        adam.param_groups[0]["lr"] = ADAM_LR * factor
+        factor = learning_rate_factor(step, phase)
+        muon.step(phase.muon_lr * factor)
+        adam.param_groups[0]["lr"] = phase.adam_lr * factor
         adam.step()
         model.zero_grad()
         loss_sum, loss_count = loss_sum + loss.item(), loss_count + 1
-        if (step + 1) % cfg.measure_every == 0:
+        if (total + 1) % cfg.measure_every == 0:
             right = measure(model, tokenizer, list(MIXTURE), cfg.quick_problems, 1, 1.0, 1.0)
             skill = {name: round(avg_and_se(rows)[0], 3) for name, rows in right.items()}
-            log.append({"step": step + 1, "loss": round(loss_sum / loss_count, 4), "skill_temperature_1": skill})
+            log.append({"step": total + 1, "loss": round(loss_sum / loss_count, 4), "skill_temperature_1": skill})
             loss_sum, loss_count = 0.0, 0
-            bar.write(f"step {step + 1} loss {log[-1]['loss']:.3f} " + " ".join(f"{k} {v:.2f}" for k, v in skill.items()))
+            bar.write(f"step {total + 1} loss {log[-1]['loss']:.3f} " + " ".join(f"{k} {v:.2f}" for k, v in skill.items()))
             if cfg.snapshots_dir:
-                save_base(round_to_bf16(model), tokenizer, Path(cfg.snapshots_dir) / f"step_{step + 1:06d}", log[-1])
+                save_base(round_to_bf16(model), tokenizer, Path(cfg.snapshots_dir) / f"step_{total + 1:06d}", log[-1])
     return log
 
 
@@ -421,8 +435,9 @@ def main(cfg: TinyBaseConfig) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    if cfg.steps < 1 or cfg.steps > SCHEDULE_STEPS:
-        raise UserError(f"--steps must be between 1 and {SCHEDULE_STEPS}, got {cfg.steps}")
+    most = sum(phase.steps for phase in PHASES)
+    if not 1 <= cfg.steps <= most:
+        raise UserError(f"--steps must be between 1 and {most}, got {cfg.steps}")
     folder = Path(cfg.output_dir)
     require_writable_dir(folder.parent)
     torch.set_num_threads(cfg.num_threads)
@@ -438,11 +453,11 @@ def main(cfg: TinyBaseConfig) -> None:
     print("measuring skill of the rounded model", flush=True)
     skill = skill_report(base.float(), tokenizer, cfg.measure_problems)  # bf16 values, float32 arithmetic
     record = {
-        "seed": cfg.seed, "steps": cfg.steps, "schedule_steps": SCHEDULE_STEPS, "seconds": round(seconds, 1),
+        "seed": cfg.seed, "steps": cfg.steps, "phases": [asdict(phase) for phase in PHASES], "seconds": round(seconds, 1),
         "num_threads": cfg.num_threads, "cpu": cpu_name(), "versions": package_versions(),
         "num_parameters": sum(p.numel() for p in base.parameters()), "synthetic_data": True,
         "mixture": {name: {"share": share, "wrong": wrong} for name, (share, wrong, _) in MIXTURE.items()},
-        "tokens_per_step": ROWS_PER_STEP * ROW_TOKENS, "median_abs_weight": round(median_abs_weight(base), 5),
+        "row_tokens": ROW_TOKENS, "median_abs_weight": round(median_abs_weight(base), 5),
         "skill": skill, "log": log,
     }
     save_base(round_to_bf16(base), tokenizer, folder, record)

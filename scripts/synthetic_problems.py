@@ -82,22 +82,26 @@ def linear_equations(rng: random.Random) -> tuple[dict, str]:
 
 
 def fractions(rng: random.Random) -> tuple[dict, str]:
-    """Add, subtract, multiply or simplify fractions; the answer is in lowest terms."""
-    kind = rng.choice("+-*s")
-    if kind == "s":
+    """Add or subtract (mostly with equal denominators), multiply or simplify fractions; the answer is in lowest terms."""
+    kind = rng.choices(("like", "unlike", "product", "simplify"), (8, 3, 4, 5))[0]
+    if kind == "simplify":
         value = _proper_fraction(rng, 12)
         factor = rng.randint(2, 8)
-        n, d = value.numerator * factor, value.denominator * factor
-        text = f"Simplify \\frac{{{n}}}{{{d}}}."
+        text = f"Simplify {_frac(value.numerator * factor, value.denominator * factor)}."
         return _math(text, latex_fraction(value)), text
-    left, right = _proper_fraction(rng, 12), _proper_fraction(rng, 12)
-    if kind == "-" and left < right:
-        left, right = right, left
-    value = {"+": left + right, "-": left - right, "*": left * right}[kind]
-    sign = "\\cdot" if kind == "*" else kind
-    first, second = (left, right) if kind == "-" else sorted((left, right))
-    text = f"{latex_fraction(left)} {sign} {latex_fraction(right)} = ?"
-    return _math(text, latex_fraction(value)), f"{first} {kind} {second}"
+    if kind == "like":
+        d = rng.randint(3, 19)
+        (a, b), (c, e) = (rng.randint(1, d - 1), d), (rng.randint(1, d - 1), d)
+    else:
+        left, right = _proper_fraction(rng, 9), _proper_fraction(rng, 9)
+        (a, b), (c, e) = (left.numerator, left.denominator), (right.numerator, right.denominator)
+    sign = "\\cdot" if kind == "product" else rng.choice("+-")
+    if sign == "-" and Fraction(a, b) < Fraction(c, e):
+        a, b, c, e = c, e, a, b
+    left, right = Fraction(a, b), Fraction(c, e)
+    value = {"+": left + right, "-": left - right, "\\cdot": left * right}[sign]
+    key = f"{a}/{b} - {c}/{e}" if sign == "-" else f"{sorted(((a, b), (c, e)))} {sign}"
+    return _math(f"{_frac(a, b)} {sign} {_frac(c, e)} = ?", latex_fraction(value)), key
 
 
 def word_problems(rng: random.Random) -> tuple[dict, str]:
@@ -206,9 +210,11 @@ def _proper_fraction(rng: random.Random, max_denominator: int) -> Fraction:
 
 def latex_fraction(value: Fraction) -> str:
     """`\\frac{7}{12}`, or the plain integer where the denominator is 1."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return str(value.numerator) if value.denominator == 1 else _frac(value.numerator, value.denominator)
+
+
+def _frac(numerator: int, denominator: int) -> str:
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 FAMILIES = {
