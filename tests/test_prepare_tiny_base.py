@@ -1,6 +1,6 @@
 """Tests of scripts/prepare_tiny_base.py and of the model committed under data/tiny_base."""
 
-import importlib.util
+import dataclasses
 import json
 import os
 import random
@@ -19,15 +19,9 @@ EVAL_SETTING = "temperature_0.7_top_p_0.8"  # the study's evaluation settings
 SMOKE_STEPS = 20
 
 
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = load_script("prepare_tiny_base")
-synthetic = sys.modules["synthetic_problems"]
+sys.path.insert(0, str(ROOT / "scripts"))
+import prepare_tiny_base as tiny  # noqa: E402
+import synthetic_problems as synthetic  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +49,15 @@ def smoke_runs(tmp_path_factory):
 # --- Tokenizer -------------------------------------------------------------------------------------------------------------
 
 
-def test_round_trip_is_exact_on_every_problem_and_on_any_ascii_text(tokenizer):
+def test_round_trip_is_exact_on_every_problem_and_on_any_text(tokenizer):
     texts = [synthetic.plain_prompt(r) + synthetic.canonical_response(r) for name in synthetic.FAMILIES
              for split in synthetic.SPLITS for r in synthetic.make_problems(name, split, 200, 1)]
-    alphabet = [chr(code) for code in range(32, 127)] + ["\n", *tiny.LONG_TOKENS]
+    alphabet = [*(chr(code) for code in range(32, 127)), *"\n\t\u00e9\u03c0\u221a\u6570\U0001f600", *tiny.LONG_TOKENS]
     rng = random.Random(0)
     texts += ["".join(rng.choices(alphabet, k=40)) for _ in range(500)]
     for text in texts:
         ids = tokenizer(text).input_ids
-        assert tokenizer.unk_token_id not in ids
+        assert not {tokenizer.pad_token_id, tokenizer.eos_token_id} & set(ids)  # unknown would be <eos>
         assert tokenizer.decode(ids) == text
 
 
@@ -80,7 +74,20 @@ def test_prompt_and_response_encode_apart_as_they_do_together(tokenizer):
 def test_tokenizer_adds_nothing_and_keeps_digits_apart(tokenizer):
     assert tokenizer.convert_ids_to_tokens(tokenizer("\\boxed{123}").input_ids) == ["\\boxed{", "1", "2", "3", "}"]
     assert tokenizer.bos_token is None and tokenizer.chat_template is None
-    assert tokenizer("\u00e9").input_ids == [tokenizer.unk_token_id]
+
+
+def test_auto_tokenizer_gives_the_same_ids_from_disk(tokenizer, tmp_path):
+    # AutoTokenizer rebuilds any tokenizer of a qwen2 model as a Qwen2 tokenizer: another kind came back with other ids
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    tiny.build_model(tokenizer, 0).config.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    for name in synthetic.FAMILIES:
+        for record in synthetic.make_problems(name, "eval", 50, 0):
+            text = synthetic.plain_prompt(record) + synthetic.canonical_response(record)
+            assert loaded(text).input_ids == tokenizer(text).input_ids and loaded.decode(loaded(text).input_ids) == text
 
 
 # --- Training data ---------------------------------------------------------------------------------------------------------
@@ -97,7 +104,7 @@ def test_slips_are_wrong_and_one_character_away():
 
 @pytest.fixture(scope="module")
 def batch(tokenizer):
-    return tiny.draw_batch(tiny.make_pools(tokenizer, 0), tokenizer, random.Random(0))
+    return tiny.draw_batch(tiny.make_pools(tokenizer, 0), tokenizer, random.Random(0), num_rows=8)
 
 
 def test_loss_falls_on_response_tokens_and_eos_only(tokenizer, batch):
@@ -129,6 +136,15 @@ def test_orthogonalize_flattens_singular_values():
         singular = torch.linalg.svdvals(tiny.orthogonalize(torch.randn(shape)))
         # the five steps with these coefficients map singular values into about 0.68 to 1.13 (the source's own figure)
         assert singular.min() > 0.6 and singular.max() < 1.25
+
+
+def test_schedule_warms_up_and_falls_in_each_phase():
+    for phase in tiny.PHASES:
+        factors = [tiny.learning_rate_factor(step, phase) for step in range(phase.steps)]
+        top = factors.index(max(factors))
+        # at the last warm-up step the decay has begun: at most warmup / schedule below 1
+        assert 1 - phase.warmup_steps / phase.schedule_steps <= max(factors) <= 1 and abs(top - phase.warmup_steps) <= 1
+        assert factors == [*sorted(factors[:top]), *sorted(factors[top:], reverse=True)] and min(factors) > 0
 
 
 # --- Grading of the skill measurement --------------------------------------------------------------------------------------
@@ -227,7 +243,7 @@ def test_the_committed_model_was_made_by_the_default_command():
     training = json.loads((BASE / "training.json").read_text())
     default = tiny.TinyBaseConfig()
     assert (training["seed"], training["steps"], training["num_threads"]) == (default.seed, default.steps, default.num_threads)
-    assert len(training["phases"]) == len(tiny.PHASES)
+    assert training["phases"] == [dataclasses.asdict(phase) for phase in tiny.PHASES]
     assert training["mixture"] == {name: {"share": s, "wrong": w} for name, (s, w, _) in tiny.MIXTURE.items()}
 
 

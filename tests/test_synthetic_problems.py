@@ -174,7 +174,7 @@ def test_records_follow_the_contract_and_are_short(name):
         assert record["source"] == "synthetic" and isinstance(record["answer"], str)
         if record["task_type"] == "code":
             assert {"prompt", "entry_point", "test"} <= set(record)
-        assert len(synthetic.plain_prompt(record)) <= 66  # characters; keeps a packed training row below 96 tokens
+        assert len(synthetic.plain_prompt(record)) <= 66  # characters; about 25 tokens of the tiny model
         assert len(synthetic.canonical_response(record)) <= 30
 
 
