@@ -260,8 +260,9 @@ def scatter_rows(values: Tensor, rows: PaddedRows) -> Tensor:
 def exact_token_kl(policy: Any, ref: Any, rows: PaddedRows, chunk_tokens: int = 0) -> Tensor:
     """KL(policy || ref) of the next-token distribution at each response position, summed over the whole vocabulary.
 
-    Averaged over responses drawn from the policy, the row sums estimate the sequence KL without bias and with no more
-    variance than the log-ratios of the drawn tokens (Rao-Blackwell: the expectation over the next token is exact).
+    Averaged over responses drawn from the policy, the row sums estimate the sequence KL without bias. Near the reference their variance
+    is far below that of the drawn tokens' log-ratios (these are of the order of the step, the exact KL of its square). Further away
+    it need not be: a log-ratio and the KL of the prefixes it leads to can balance each other.
 
     Args:    policy, ref: causal language models over one vocabulary. rows: from pad_rows(). chunk_tokens: as in token_logprobs().
     Returns: (B, R) float32, nats per token, never negative, zero where masked; exactly 0 where both models give equal logits.
