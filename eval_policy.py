@@ -25,6 +25,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator
 from config import EvalConfig, UserError, WorkError, config_hash, run_name
 from utils_data import (EvalTask, format_prompt, load_manifest_entry, load_task_problems, load_tasks, prompt_text,
                         resolved_template)
-from utils_run import (git_state, package_versions, read_json, read_jsonl, require_writable_dir, run_script, sha256_file,
-                       strict_json, write_jsonl, write_text)
+from utils_run import (EXIT_BAD_REQUEST, EXIT_FAILED, git_state, package_versions, read_json, read_jsonl, require_writable_dir,
+                       run_script, sha256_file, strict_json, write_jsonl, write_text)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 RESULT_FORMAT = 1  # of the files written here; a cached base of another format is not used
 OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
+FOLDER_FILE = "folder.json"  # in a samples folder: which result, or base cache, its samples belong to
 KL_STREAM = 1  # second element of the random stream: KL draws share no random numbers with graded ones
 # Prompts that leave less room than max_new_tokens are sampled in groups of one cap, rounded down to this: a batch has one cap.
 CONTEXT_STEP = 64
@@ -209,6 +211,11 @@ def samples_folder(cfg: EvalConfig, metrics: Path, run: str) -> Path:
     return root / "eval_samples" / run
 
 
+def relative(path: Path, start: Path) -> str:
+    """``path`` as seen from folder ``start``, so that a results folder can be moved as a whole."""
+    return os.path.relpath(path.resolve(), start.resolve())
+
+
 def make_plan(cfg: EvalConfig) -> Plan:
     """Resolve and check the request. Raises UserError for anything that is wrong with it; writes nothing."""
     base, ft = cfg.base_ckpt or cfg.model_name_or_path, cfg.ft_ckpt and checkpoint_folder(cfg.ft_ckpt)
@@ -227,7 +234,10 @@ def make_plan(cfg: EvalConfig) -> Plan:
     if output and output.name == cache.name:
         raise UserError(f"--output_path {output}: this name is kept for the base policy's scores; choose another")
 
+    from transformers.utils.logging import disable_progress_bar
+
     from utils_precision import DTYPES, load_tokenizer, resolve_device, setup_numerics
+    disable_progress_bar()  # of weight loading: it is short, and would cut our own bars into pieces
     tokenizer = load_tokenizer(base, cfg.model_revision)
     inputs = [load_input(task, cfg, tokenizer) for task in tasks]
     check_code_tasks(inputs, cfg)
@@ -437,12 +447,13 @@ def read_cache(path: Path) -> dict[str, Any]:
     return content["entries"] if isinstance(content, dict) and content.get("format") == RESULT_FORMAT else {}
 
 
-def add_to_cache(path: Path, key: dict[str, Any], scores: dict[str, Any], samples: str) -> None:
+def add_to_cache(path: Path, entry: dict[str, Any], replaces: str | None = None) -> None:
     """Add one task's base scores. Other processes may do the same at the same time: under a lock, then renamed."""
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = read_cache(path)
-        entries[config_hash(key)] = {"task": key["task"], "key": key, "scores": scores, "samples": samples}
+        entries.pop(replaces, None)
+        entries[config_hash(entry["key"])] = entry
         write_text(path, compact_json({"format": RESULT_FORMAT, "entries": dict(sorted(entries.items()))}))
 
 
@@ -471,6 +482,7 @@ def evaluate_base(plan: Plan) -> None:
     if not todo:
         return
     require_writable_dir(plan.base_samples)
+    write_text(plan.base_samples / FOLDER_FILE, strict_json({"cache": relative(plan.cache, plan.base_samples)}) + "\n")
     cfg = plan.cfg
     with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
         for item in todo:
@@ -479,13 +491,14 @@ def evaluate_base(plan: Plan) -> None:
         total = sum(len(item.problems) * item.task.num_samples for item in todo)
         with progress_bar(total, "base policy", "response") as bar:
             for item in todo:
-                bar.set_postfix_str(item.task.name)
+                bar.set_postfix_str(item.task.name, refresh=False)
                 key = plan.base_keys[item.task.name]
                 rows = sample_and_grade(engine, item, plan, graders, bar.update)
                 # one file per key: a quick look with --limit must not replace the samples of the full evaluation
                 file = plan.base_samples / f"{item.task.name}.{config_hash(key)}.jsonl"
                 write_jsonl(file, rows)
-                add_to_cache(plan.cache, key, score_summary(rows, item.ids, item.task), file.name)
+                add_to_cache(plan.cache, {"task": item.task.name, "key": key, "scores": score_summary(rows, item.ids, item.task),
+                                          "eval_task": dataclasses.asdict(item.task), "samples": relative(file, plan.cache.parent)})
 
 
 def sample_and_grade(engine: Any, item: TaskInput, plan: Plan, graders: Graders, progress: Callable[[int], Any]) -> list[dict]:
@@ -518,21 +531,27 @@ def read_partial(plan: Plan) -> dict[str, Any]:
 def sample_policy(plan: Plan) -> None:
     """Graded and KL samples of the trained policy for every task that is not finished."""
     cfg, partial = plan.cfg, read_partial(plan)
-    todo = [item for item in plan.inputs if item.task.name not in partial["graded"]]
+    todo = [item for item in plan.inputs if item.task.name not in partial["graded"] or not samples_exist(plan, item)]
     if not todo:
         return
+    write_text(plan.samples / FOLDER_FILE, strict_json({"result": relative(plan.output, plan.samples)}) + "\n")
     with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
         engine = open_engine(plan, plan.ft)
         total = sum(len(item.problems) * item.task.num_samples + kl_problem_count(item, cfg) * cfg.kl_num_samples for item in todo)
         with progress_bar(total, plan.run, "response") as bar:
             for item in todo:
-                bar.set_postfix_str(item.task.name)
+                bar.set_postfix_str(item.task.name, refresh=False)
                 rows = sample_and_grade(engine, item, plan, graders, bar.update)
                 write_jsonl(plan.samples / f"{item.task.name}.jsonl", rows)
                 if cfg.kl_num_samples:
                     write_jsonl(kl_samples_path(plan, item), kl_rows(engine, item, plan, bar.update))
                 partial["graded"][item.task.name] = score_summary(rows, item.ids, item.task)
                 write_text(plan.partial, strict_json(partial, indent=None))
+
+
+def samples_exist(plan: Plan, item: TaskInput) -> bool:
+    """True if the sample files of a finished task are still there: the KL stage reads them."""
+    return (plan.samples / f"{item.task.name}.jsonl").exists() and (not plan.cfg.kl_num_samples or kl_samples_path(plan, item).exists())
 
 
 def kl_samples_path(plan: Plan, item: TaskInput) -> Path:
@@ -711,7 +730,7 @@ def kl_together(plan: Plan, todo: list[TaskInput], sequences: dict[str, Sequence
     base = load_float32(plan, plan.base, plan.cfg.model_revision)
     check_vocabularies(policy, base)
     for item in todo:
-        bar.set_postfix_str(item.task.name)
+        bar.set_postfix_str(item.task.name, refresh=False)
         own = sequences[item.task.name]
         sums = SequenceSums.empty(len(own.responses))
         for batch in plan_batches(own, forward_tokens(plan)):
@@ -750,7 +769,7 @@ def kl_one_by_one(plan: Plan, todo: list[TaskInput], sequences: dict[str, Sequen
     try:
         with open(spill, "wb") as file:
             for item in todo:
-                bar.set_postfix_str(f"{item.task.name}, policy")
+                bar.set_postfix_str(f"{item.task.name}, policy", refresh=False)
                 own = sequences[item.task.name]
                 own_logprobs[item.task.name] = []
                 for batch in plan_batches(own, forward_tokens(plan)):
@@ -767,7 +786,7 @@ def kl_one_by_one(plan: Plan, todo: list[TaskInput], sequences: dict[str, Sequen
         base = load_float32(plan, plan.base, plan.cfg.model_revision)
         with open(spill, "rb") as file:
             for item in todo:
-                bar.set_postfix_str(f"{item.task.name}, base")
+                bar.set_postfix_str(f"{item.task.name}, base", refresh=False)
                 own = sequences[item.task.name]
                 sums = SequenceSums.empty(len(own.responses))
                 for batch, logprobs in zip(plan_batches(own, forward_tokens(plan)), own_logprobs[item.task.name]):
@@ -835,30 +854,35 @@ def digits(values: np.ndarray) -> list[list[float]]:
 # --------------------------------------------------------------------------------------------------------------------
 # Result
 
-def task_result(item_task: EvalTask, template: str, data: dict[str, Any], base: dict[str, Any], ft: dict[str, Any],
-                kl: dict[str, Any] | None) -> dict[str, Any]:
-    """One entry of ``tasks``: scores of both policies, their paired difference, KL, counts."""
+def score_fields(base: dict[str, Any], ft: dict[str, Any]) -> dict[str, Any]:
+    """Scores of both policies, their paired difference, errors and counts, from two score summaries of one task."""
     import numpy as np
 
     from utils_kl import estimate_mean
     before, after = np.array(base["correct"]), np.array(ft["correct"])                   # (P, K)
     base_score, ft_score = estimate_mean(before), estimate_mean(after)
     delta = estimate_mean((after.mean(axis=1) - before.mean(axis=1))[:, None])           # paired by problem
-    none = {key: None for key in ("avg_kl", "avg_kl_se", "kl_per_token", "kl_k3_per_token", "kl_exact_per_token",
-                                  "logratio_on_graded_samples")} | {"kl_reason": "switched off (--kl_num_samples 0)"}
     return {
-        "task_type": item_task.task_type, "on_task": item_task.on_task, "num_problems": len(ft["correct"]),
-        "num_samples": len(ft["correct"][0]), **data,
-        "sampling": {"temperature": item_task.temperature, "top_p": item_task.top_p, "max_new_tokens": item_task.max_new_tokens,
-                     "prompt_template": template},
         "base_avg_score": base_score.mean, "ft_avg_score": ft_score.mean, "delta_j": delta.mean, "delta_j_se": delta.se,
         "base_score_se": base_score.se, "ft_score_se": ft_score.se,
         "base_sampling_se": base_score.sampling_se, "ft_sampling_se": ft_score.sampling_se,
-        **({k: v for k, v in kl.items() if k != "kl_scores"} if kl else none),
         "outcomes": ft["outcomes"], "base_outcomes": base["outcomes"],
-        **{f"{key}": ft[key] for key in SIDE_FIELDS}, **{f"base_{key}": base[key] for key in SIDE_FIELDS},
+        **{key: ft[key] for key in SIDE_FIELDS}, **{f"base_{key}": base[key] for key in SIDE_FIELDS},
         "scores": {"problem_ids": ft["problem_ids"], "base": base["correct"], "ft": ft["correct"]},
-        **({"kl_scores": kl["kl_scores"]} if kl else {}),
+    }
+
+
+def task_result(item: TaskInput, base_samples: str, base: dict[str, Any], ft: dict[str, Any], kl: dict[str, Any] | None) -> dict[str, Any]:
+    """One entry of ``tasks``."""
+    task = item.task
+    off = {key: None for key in ("avg_kl", "avg_kl_se", "kl_per_token", "kl_k3_per_token", "kl_exact_per_token",
+                                 "logratio_on_graded_samples")} | {"kl_reason": "switched off (--kl_num_samples 0)"}
+    return {
+        "task_type": task.task_type, "on_task": task.on_task, "num_problems": len(item.problems), "num_samples": task.num_samples,
+        "data_path": task.path, "data_sha256": item.data_sha256, "synthetic": item.synthetic, "base_samples": base_samples,
+        "sampling": {"temperature": task.temperature, "top_p": task.top_p, "max_new_tokens": task.max_new_tokens,
+                     "prompt_template": item.template},
+        "eval_task": dataclasses.asdict(task), "grader": grader_version(task.task_type), **score_fields(base, ft), **(kl or off),
     }
 
 
@@ -876,9 +900,8 @@ def write_result(plan: Plan) -> dict[str, Any]:
     tasks = {}
     for item in plan.inputs:
         name = item.task.name
-        data = {"data_path": item.task.path, "data_sha256": item.data_sha256, "synthetic": item.synthetic,
-                "base_samples": str(plan.base_samples / base[name]["samples"])}
-        tasks[name] = task_result(item.task, item.template, data, base[name]["scores"], partial["graded"][name], partial["kl"].get(name))
+        file = relative(plan.cache.parent / base[name]["samples"], plan.output.parent)
+        tasks[name] = task_result(item, file, base[name]["scores"], partial["graded"][name], partial["kl"].get(name))
     cfg = plan.cfg
     result = {
         "format": RESULT_FORMAT, "study": identity["study"] or cfg.study,
@@ -890,7 +913,7 @@ def write_result(plan: Plan) -> dict[str, Any]:
         "sampling": {"eval_seed": cfg.eval_seed, "limit": cfg.limit, **plan.settings["engine"],
                      "kl": {"num_samples": cfg.kl_num_samples, "max_problems": cfg.kl_max_problems, "temperature": 1.0, "top_p": 1.0,
                             "weights_dtype": cfg.eval_dtype, "forward_dtype": "float32"}},
-        "versions": {**package_versions(), **git_state()}, "settings_hash": plan.settings_hash, "samples_dir": str(plan.samples),
+        "versions": {**package_versions(), **git_state()}, "settings_hash": plan.settings_hash, "samples_dir": relative(plan.samples, plan.output.parent),
         "tasks": tasks,
     }
     write_text(plan.output, compact_json(result))
@@ -928,21 +951,177 @@ def print_base_table(entries: dict[str, dict[str, Any]]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Grading saved samples again
+
+def regrade(cfg: EvalConfig) -> int:
+    """Grade the samples in a folder again, and rewrite them, their result file and the base cache with the new outcomes."""
+    folder = Path(cfg.regrade)
+    if not folder.is_dir():
+        raise UserError(f"--regrade {folder}: no such folder")
+    if not (folder / FOLDER_FILE).exists():
+        raise UserError(f"--regrade {folder}: has no {FOLDER_FILE}, so it is no folder of eval_samples")
+    info = read_json(folder / FOLDER_FILE)
+    with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
+        if "cache" in info:
+            cache = folder / info["cache"]
+            for entry in read_cache(cache).values():
+                regrade_base(cache, entry, graders)
+            return 0
+        output = folder / info["result"]
+        result = read_json(output)
+        cache = output.parent / "base.json"
+        by_file = {os.path.abspath(cache.parent / e["samples"]): e for e in read_cache(cache).values()}
+        tasks, graded = {}, {}
+        for name, old in result["tasks"].items():
+            entry = by_file.get(os.path.abspath(output.parent / old["base_samples"]))
+            if entry is None:
+                raise UserError(f"{cache} no longer holds the base evaluation of task {name} that {output} was compared with; "
+                                "evaluate again with --eval_base")
+            task = EvalTask(**old["eval_task"])
+            path = folder / f"{name}.jsonl"
+            graded[path] = regrade_rows(path, task, old["data_sha256"], graders)
+            scores = score_summary(graded[path], old["scores"]["problem_ids"], task)
+            base = regrade_base(cache, entry, graders)
+            tasks[name] = {**old, "grader": grader_version(task.task_type), **score_fields(base, scores)}
+    for path, rows in graded.items():
+        write_jsonl(path, rows)
+    write_text(output, compact_json({**result, "tasks": tasks}))
+    print_table({"tasks": tasks})
+    return 0
+
+
+def regrade_base(cache: Path, entry: dict[str, Any], graders: Graders) -> dict[str, Any]:
+    """Score summary of a cached base evaluation under the present grader; samples and cache are rewritten where it changed."""
+    task, key = EvalTask(**entry["eval_task"]), entry["key"]
+    if key["grader"] == grader_version(task.task_type):
+        return entry["scores"]
+    path = cache.parent / entry["samples"]
+    rows = regrade_rows(path, task, key["data_sha256"], graders)
+    scores = score_summary(rows, entry["scores"]["problem_ids"], task)
+    write_jsonl(path, rows)
+    add_to_cache(cache, {**entry, "key": {**key, "grader": grader_version(task.task_type)}, "scores": scores}, replaces=config_hash(key))
+    return scores
+
+
+def regrade_rows(path: Path, task: EvalTask, data_sha256: str, graders: Graders) -> list[dict[str, Any]]:
+    """Saved rows with new outcomes; says how many changed. Raises UserError if the problem file is another one by now."""
+    rows = read_jsonl(path)
+    if sha256_file(task.path) != data_sha256:
+        raise UserError(f"{task.path} is not the file that {path} was sampled from (its SHA-256 differs)")
+    problems = {p["id"]: p for p in load_task_problems(task)}
+    grades = graders.grade([r["response"] for r in rows], [problems[r["problem_id"]] for r in rows], task.task_type)
+    changes: dict[str, int] = {}
+    for row, grade in zip(rows, grades):
+        if row["outcome"] != grade.outcome:
+            change = f"{row['outcome']} -> {grade.outcome}"
+            changes[change] = changes.get(change, 0) + 1
+    print(f"{path}: {sum(changes.values())} of {len(rows)} outcomes changed" + "".join(f"; {n} {c}" for c, n in sorted(changes.items())))
+    return [{**row, "outcome": g.outcome, "extracted": g.extracted, "rule": g.rule} for row, g in zip(rows, grades)]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Noise floor
+
+def noise_floor(cfg: EvalConfig) -> int:
+    """The same weights with N sampling seeds and two batch sizes: how far a score moves when nothing about the policy does."""
+    plan = make_plan(dataclasses.replace(cfg, eval_base=True, output_path=None if not cfg.ft_ckpt else cfg.output_path))
+    output = Path(cfg.output_path) if cfg.output_path else Path(cfg.results_root) / "noise_floor" / f"{plan.run}.json"
+    require_writable_dir(output.parent)
+    seeds = [cfg.eval_seed + i for i in range(cfg.noise_floor)]
+    tasks = {}
+    with Graders(cfg.grading_workers, cfg.allow_unsafe_code_execution) as graders:
+        for item in plan.inputs:
+            graders.check_benchmark(item)
+        engine = open_engine(plan, plan.ft or plan.base, None if plan.ft else cfg.model_revision)
+        # vLLM forms its batches by itself; there only the seeds are varied
+        sizes = [cfg.batch_size, max(1, cfg.batch_size // 2)] if cfg.rollout_engine == "hf" else [cfg.batch_size]
+        total = len(seeds) * len(sizes) * sum(len(i.problems) * i.task.num_samples for i in plan.inputs)
+        with progress_bar(total, "noise floor", "response") as bar:
+            for item in plan.inputs:
+                bar.set_postfix_str(item.task.name, refresh=False)
+                runs = {}
+                for size in sizes:
+                    engine.batch_size = size
+                    for seed in seeds:
+                        seeded = dataclasses.replace(plan, cfg=dataclasses.replace(cfg, eval_seed=seed))
+                        runs[size, seed] = sample_and_grade(engine, item, seeded, graders, bar.update)
+                tasks[item.task.name] = spread(item, runs, sizes, seeds)
+    result = {"format": RESULT_FORMAT, "study": cfg.study, "run": plan.run, "ckpt": plan.ft or plan.base, "seeds": seeds,
+              "batch_sizes": sizes, "settings": plan.settings, "versions": package_versions(), "tasks": tasks}
+    write_text(output, compact_json(result))
+    print(f"{'task':<14}{'mean':>8}{'sd over seeds':>15}{'expected':>10}{'other batch size: score':>25}{'responses':>11}")
+    for name, t in tasks.items():
+        print(f"{name:<14}{t['mean']:>8.4f}{t['sd_over_seeds']:>15.4f}{t['expected_sd']:>10.4f}"
+              f"{number(t['max_abs_difference_between_batch_sizes']):>25}{number(t['share_of_responses_that_differ']):>11}")
+    print(f"noise floor: {output}")
+    return 0
+
+
+def spread(item: TaskInput, runs: dict[tuple[int, int], list[dict[str, Any]]], sizes: list[int], seeds: list[int]) -> dict[str, Any]:
+    """Scores [batch size][seed] of one task and how far they differ.
+
+    expected_sd: what the draws of a run alone say its score should vary by (mean over runs of the sampling standard error).
+    """
+    import statistics
+
+    from utils_kl import estimate_mean
+    estimates = {key: estimate_mean(score_summary(rows, item.ids, item.task)["correct"]) for key, rows in runs.items()}
+    scores = [[estimates[size, seed].mean for seed in seeds] for size in sizes]
+    differ = [a["token_ids"] != b["token_ids"] for size in sizes[1:] for seed in seeds
+              for a, b in zip(runs[sizes[0], seed], runs[size, seed])]
+    return {"num_problems": len(item.problems), "num_samples": item.task.num_samples, "scores": scores,
+            "mean": statistics.fmean(scores[0]), "sd_over_seeds": statistics.stdev(scores[0]),
+            "range_over_seeds": max(scores[0]) - min(scores[0]),
+            "expected_sd": statistics.fmean(e.sampling_se for e in estimates.values()),
+            "max_abs_difference_between_batch_sizes":
+                max((abs(a - b) for other in scores[1:] for a, b in zip(scores[0], other)), default=None),
+            "share_of_responses_that_differ": _mean(differ) if differ else None}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+def run_stage(stage: Callable[[Plan], None], plan: Plan, isolated: bool) -> None:
+    """Run a stage here, or in a process of its own whose end returns all of the GPU memory (vLLM keeps its own until then)."""
+    if not isolated:
+        stage(plan)
+        return
+    import multiprocessing
+    process = multiprocessing.get_context("spawn").Process(target=_stage_process, args=(stage.__name__, plan.cfg))
+    process.start()
+    process.join()
+    if process.exitcode in (EXIT_FAILED, EXIT_BAD_REQUEST):
+        sys.exit(process.exitcode)  # it has said why
+    if process.exitcode:
+        raise WorkError(f"the process of stage {stage.__name__} ended with exit code {process.exitcode}")
+
+
+def _stage_process(name: str, cfg: EvalConfig) -> None:
+    try:
+        globals()[name](make_plan(cfg))
+    except (UserError, WorkError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_BAD_REQUEST if isinstance(error, UserError) else EXIT_FAILED)
+
 
 def main(cfg: EvalConfig) -> int:
+    if cfg.regrade:
+        return regrade(cfg)
+    if cfg.noise_floor:
+        return noise_floor(cfg)
     plan = make_plan(cfg)
     if not cfg.eval_base:
         base_scores(plan)  # before anything is sampled
     for folder in (plan.cache.parent, plan.samples):
         require_writable_dir(folder)
+    isolated = cfg.rollout_engine == "vllm"
     if cfg.eval_base:
-        evaluate_base(plan)
+        run_stage(evaluate_base, plan, isolated)
     entries = base_scores(plan)
     if plan.output is None:
         print_base_table(entries)
         print(f"base policy: {plan.cache}")
         return 0
-    sample_policy(plan)
+    run_stage(sample_policy, plan, isolated)
     measure_kl(plan)
     print_table(write_result(plan))
     print(f"{plan.run}: {plan.output}")
