@@ -55,7 +55,8 @@ def solve_aime25(text):
 
 def solve_amc23(text):
     left, right = text.removeprefix("Solve ").removesuffix(".").split(" = ")
-    found = [x for x in range(-200, 201) if eval(left.replace("x", f" * {x}")) == int(right)]
+    left = compile(left.replace("x", " * x"), "equation", "eval")
+    found = [x for x in range(-200, 201) if eval(left, {"x": x}) == int(right)]
     assert len(found) == 1
     return str(found[0])
 
