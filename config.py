@@ -278,7 +278,7 @@ class GradeConfig:
     input: str | None = option(None, "JSON lines with gold, prediction and optional task_type (required)")
     output: str | None = option(None, "JSON lines to write: the input's rows with outcome, extracted and rule (required)")
     workers: int = option(2, "math-verify processes at most; they start only when an answer needs one")
-    timeout_s: float = option(5.0, "seconds an answer may take; then its worker is replaced and it counts as timeout")
+    timeout_s: float = option(4.0, "seconds an answer may take; then its worker is replaced and it counts as timeout")
     strict: bool = option(False, "only a boxed final answer counts, as in the training reward")
 
 
@@ -305,9 +305,9 @@ class TinyBaseConfig:
 
     output_dir: str = option("data/tiny_base", "folder of the finished model; replaced when the new one is complete")
     seed: int = option(0, "seed of the initial weights and of the problems drawn")
-    steps: int = option(3000, "training steps; the default gives the embedded model")
-    num_threads: int = option(2, "CPU threads; the same number on the same machine gives the same bits")
-    measure_every: int = option(200, "quick skill measurement every N steps, for the log")
+    steps: int = option(3450, "training steps; the default gives the embedded model")
+    num_threads: int = option(1, "CPU threads; the same number on the same machine gives the same bits")
+    measure_every: int = option(150, "quick skill measurement every N steps, for the log")
     quick_problems: int = option(128, "problems a set in a quick measurement, one draw each")
     measure_problems: int = option(256, "problems a set in the final measurement, 4 draws each")
     snapshots_dir: str | None = option(None, "also save the model here at every quick measurement (none: do not)")

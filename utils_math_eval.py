@@ -37,11 +37,10 @@ from typing import Any, Callable, Iterable, Sequence
 OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
 TASK_TYPES = ("math", "mcq")
 
-ANSWER_TIMEOUT_S = 5.0     # math-verify's own default; nearly all of its answers take under 0.1 s
-WALL_PER_CPU = 3.0         # on a loaded machine a worker gets its seconds of CPU within this many times as long on the clock
+ANSWER_TIMEOUT_S = 4.0     # nearly all answers take math-verify under 0.1 s; its own limit is 5 s for each of three stages
 WORKER_START_S = 120.0     # importing sympy takes 1 s alone and far longer on a loaded machine
 WORKER_MAX_ANSWERS = 500   # then the worker is replaced: the parser caches inside math-verify only grow
-WORKER_MEMORY_BYTES = 4 << 30  # address space; a symbolic blow-up ends the worker and not the training run
+WORKER_MEMORY_BYTES = 2 << 30  # address space; a symbolic blow-up ends the worker and not the training run
 MAX_ANSWER_CHARS = 4000    # longer "answers" are no answers; they can only match as equal strings
 MAX_DEPTH = 40             # nesting; the recursive parser needs about 8 Python frames a level, the interpreter allows 1000
 MAX_BITS = 400_000         # exact integers beyond this (10^120000) are compared as strings only
@@ -129,7 +128,8 @@ def _boxed_answer(text: str) -> tuple[bool, str | None]:
 
 
 _MARKER = re.compile(r"####|\banswers?\b[ \t]*(?:\*\*)?[ \t]*(?:is|are|:|=|would be|should be)(?![A-Za-z]|\s+not\b)", re.IGNORECASE)
-_MATH_SPAN = re.compile(r"\$\$(.+?)\$\$|\$([^$]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# 1000 characters: without a bound, a response of openings alone would be searched to its end from each of them
+_MATH_SPAN = re.compile(r"\$\$(.{1,1000}?)\$\$|\$([^$]{1,1000}?)\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _REASON = re.compile(r"[,;]?\s+\b(?:because|since|where|when|which|so|as|after|if|with|by|that|for)\b.*", re.IGNORECASE | re.DOTALL)
 _COPULA = re.compile(r"\b(?:is|are|be|equals|was|were|thus|therefore|to)\b[:,]?\s*", re.IGNORECASE)
@@ -176,6 +176,7 @@ def _first_sentence(text: str) -> str:
 
 def _stated_answer(text: str) -> str | None:
     """The answer that a response without a box states last."""
+    text = re.sub(r"[ \t]{2,}", " ", text)
     for match in reversed(list(_MARKER.finditer(text))):
         sentence = _first_sentence(text[match.end():])
         if not _strip_math(sentence):
@@ -252,7 +253,7 @@ _DROPPED = re.compile(
 _UNWRAPPED = re.compile(
     r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathtt|mathcal|mathnormal|underline|boxed|fbox|ensuremath|overrightarrow|vec|hat|widehat|"
     r"tilde|widetilde|mathop|emph|uline|ul|operatorname\*|pmb|bf|it|rm)(?![A-Za-z])")
-_TEXT_MACRO = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|normal|up|sc)?|mbox|hbox|mathrm|operatorname|textnormal)\s*\{([^{}]*)\}")
+_TEXT_MACRO = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|normal|up|sc)?|mbox|hbox|mathrm|operatorname|textnormal)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _BLACKBOARD = re.compile(r"\\mathbb\s*\{?\s*([A-Z])\s*\}?")
 _COMMAND = re.compile(r"\\([A-Za-z]+)\s?")
 _SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:[ \u2009]\d{3})+(?![\d])")
@@ -1038,7 +1039,7 @@ def _points(symbols: Iterable[str], trial: int) -> dict[str, Any]:
     ctx = _context()
     out = {}
     for name in symbols:
-        rng = random.Random(f"{name}/{trial}")
+        rng = random.Random(f"{name!a}/{trial}")        # ascii: half a surrogate pair in a name has no bytes
         value = ctx.mpf(rng.randrange(3 * 10 ** 8, 3 * 10 ** 9)) / 10 ** 9
         out[name] = -value if trial > 2 and rng.random() < 0.6 else value
     return out
@@ -1532,6 +1533,8 @@ def _try_expression(tokens: list[Token]) -> Expr | None:
 
 def _parse_relation(sides: list[list[Token]], relations: list[str]) -> Any:
     if relations == ["∈"]:
+        if sides[0] and _name_of(sides[0]) is None:
+            raise Unsupported("membership of an expression")
         return _with_variable(parse_nodes(sides[1]), _name_of(sides[0]))
     if set(relations) == {"="}:
         return _parse_equation(sides)
@@ -2023,6 +2026,8 @@ _PLACEHOLDERS = frozenset(("answer", "youranswer", "finalanswer", "theanswer"))
 
 def choice_letter(text: str) -> str | None:
     r"""Letter A to J that an answer such as `(A)`, `A.`, `\text{A}`, `\textbf{(A)}\ 12` or `option D` chooses, else None."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
     plain = re.sub(r"[⟦⟧{}*]", "", normal_form(text)).strip()
     match = _CHOICE.fullmatch(plain) or re.fullmatch(r"()[^(]*[\s\d]\(([A-J])\)", plain)      # 12 (A)
     if not match:
@@ -2150,7 +2155,7 @@ def extract_choice(text: str, strict: bool = False) -> tuple[str | None, str]:
         return letter, "box"
     if strict:
         return None, "no_box"
-    for match in reversed(list(_ANSWER_IS.finditer(text))):
+    for match in reversed(list(_ANSWER_IS.finditer(re.sub(r"\s{2,}", " ", text)))):
         wrapped, letter = bool(match.group("open")), match.group("letter")
         rest = match.group("rest").strip()
         # "the answer is a prime": a bare lower-case letter, or a bare A or I before a word, is a word of the sentence
@@ -2190,11 +2195,13 @@ def _worker_loop() -> None:
     import logging
     logging.disable(logging.CRITICAL)
     from math_verify import parse, verify
+    # The first parse builds the parser's tables; it belongs to the start and not to the first answer's time.
+    verify(parse("\\boxed{\\frac{1}{x}}", parsing_timeout=None), parse("\\boxed{x^{-1}}", parsing_timeout=None), timeout_seconds=None)
     replies.write("ready\n")
     for line in sys.stdin:
         gold, pred, limit_s = json.loads(line)
         # The parent kills a slow worker. If the parent itself is gone, the alarm's default action ends this process.
-        signal.setitimer(signal.ITIMER_REAL, WALL_PER_CPU * limit_s + 2)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + 2)
         try:
             golds = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
             preds = parse(f"\\boxed{{{pred}}}", parsing_timeout=None)
@@ -2227,28 +2234,15 @@ class _Worker:
                 raise RuntimeError("the math-verify worker does not start; is the package math-verify installed?") from None
             self.ready = True
 
-    def _cpu_s(self) -> float:
-        """CPU seconds this worker has used; infinite where the system does not tell, so that the clock alone decides."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as handle:
-                fields = handle.read().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, IndexError, ValueError):
-            return math.inf
-
     def _read_line(self, timeout_s: float) -> str:
-        started, cpu_before = time.monotonic(), self._cpu_s()
+        deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self.process.stdout, select.POLLIN)
-        deadline = started + timeout_s
         while b"\n" not in self.buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                left_s = min(timeout_s - (self._cpu_s() - cpu_before), started + WALL_PER_CPU * timeout_s - time.monotonic())
-                if not left_s > 0.05:                  # the CPU clock ticks every 10 ms
-                    raise _WorkerTimeout
-                deadline = time.monotonic() + left_s
-            if not poll.poll(max(left_s, 0) * 1000):
+                raise _WorkerTimeout
+            if not poll.poll(left_s * 1000):
                 continue
             chunk = os.read(self.process.stdout.fileno(), 65536)
             if not chunk:
@@ -2280,8 +2274,7 @@ class GradePool:
     """Grades many answers; workers for math-verify start when the first answer needs one.
 
     Use as a context manager, from any thread. `timeout_s` is the hard limit of one answer: a worker that exceeds it is killed and
-    replaced, the answer counts as `timeout`, and the next one is graded. Results do not depend on `workers`, nor on the load of the
-    machine: while a worker gets too little of the CPU its clock runs on, up to WALL_PER_CPU times the limit.
+    replaced, the answer counts as `timeout`, and the next one is graded. Results do not depend on `workers`.
 
     Args:    workers: processes at most, >= 1. timeout_s: seconds per answer, without the start of a worker (about 1 s).
     Raises:  ValueError for a limit below 1 worker or 0 seconds.
@@ -2497,6 +2490,10 @@ def grade_rows(rows: list[dict], workers: int, timeout_s: float, strict: bool, s
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("gold", "prediction")):
             raise UserError(f"{source} row {number}: needs the string fields gold and prediction")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{source} row {number}: holds half a surrogate pair, which no UTF-8 file can hold") from None
         if row.get("task_type", "math") not in TASK_TYPES:
             raise UserError(f"{source} row {number}: task_type {row['task_type']!r} is none of {', '.join(TASK_TYPES)}")
         if row.get("task_type") == "mcq" and choice_letter(_gold_answer(row["gold"])) is None:

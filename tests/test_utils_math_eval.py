@@ -19,9 +19,9 @@ import utils_math_eval as M
 ROOT = Path(__file__).resolve().parent.parent
 DATASETS = Path(os.environ.get("RLVR_TEST_DATASETS", ROOT.parent / "shared" / "datasets"))
 
-# Sums, products and integrals are not read by this project's parser, so these go to math-verify; each runs for minutes there.
-HANGING = [r"\prod_{k=1}^{10^{9}} k", r"\sum_{k=1}^{10^{9}} \frac{k!}{k^3+1}", r"\int_0^1 e^{\sin(x^{x^x})} dx",
-           r"\sum_{k=1}^{n} \sum_{j=1}^{k} \frac{\sin(jk)}{j^{k}}", r"\lim_{x\to 0} (\sin x)^{x^{x^{x}}}"]
+# Sums, products and powers of matrices are not read by this project's parser, so these go to math-verify, where each runs for minutes.
+HANGING = [r"\prod_{k=1}^{10^{9}} k", r"\sum_{k=1}^{10^{9}} \frac{k!}{k^3+1}", r"\begin{pmatrix}10^{10^{10}}\end{pmatrix}^{10^{9}}",
+           r"\sum_{k=1}^{10^{8}} \sin k"]
 
 
 def read_rows(name: str) -> list[dict]:
@@ -37,7 +37,7 @@ def boxed(answer: str) -> str:
 
 @pytest.fixture(scope="module")
 def pool():
-    with M.GradePool(1, timeout_s=2.0) as shared:          # seconds; what math-verify can decide here takes it under 0.3
+    with M.GradePool(1) as shared:
         yield shared
 
 
@@ -315,12 +315,14 @@ def test_gsm8k_solutions_are_graded_correct(pool):
 # --------------------------------------------------------------------------------------------------------------------
 # Workers
 
-def test_a_hung_worker_is_killed_replaced_and_the_next_answer_graded():
-    with M.GradePool(1, timeout_s=1.0) as pool:
-        for answer in HANGING:
-            assert pool.grade([(boxed(answer), "5", "math")])[0].outcome == "timeout", answer
-        # a real answer is given the default limit: the short one above could end it on a loaded machine
-        pool.timeout_s = 10.0
+@pytest.mark.parametrize("hangs", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_hung_worker_is_killed_replaced_and_the_next_answer_graded(hangs):
+    with M.GradePool(1, timeout_s=0.5) as pool:
+        hung = HANGING + [answer.replace("10^{9}", f"10^{{{n}}}") for answer in HANGING[:2] for n in (8, 10, 11)]
+        grades = [pool.grade([(boxed(answer), "5", "math")])[0] for answer in hung[:hangs]]
+        assert [g.outcome for g in grades] == ["timeout"] * hangs
+        # the next one gets a long limit: on a loaded machine the short one above would end a real answer too
+        pool.timeout_s = 60.0
         assert pool.grade([(boxed(r"\sum_{k=1}^{10} k"), "55", "math")])[0] == M.Grade("correct", r"\sum_{k=1}^{10} k", "math_verify")
         pids = [w.process.pid for w in pool._idle]
     assert len(pids) == 1
@@ -328,20 +330,29 @@ def test_a_hung_worker_is_killed_replaced_and_the_next_answer_graded():
         os.kill(pids[0], 0)
 
 
+def test_no_answer_takes_longer_than_its_limit_and_one_second():
+    with M.GradePool(1, timeout_s=1.0) as pool:
+        pool.grade([(boxed(HANGING[0]), "5", "math")])
+        pool._idle[0].wait_ready()                         # the start of a worker is no part of an answer's time
+        started = time.monotonic()
+        assert pool.grade([(boxed(HANGING[1]), "5", "math")])[0].outcome == "timeout"
+        assert time.monotonic() - started < 2.0
+
+
 def test_one_and_two_workers_give_the_same_grades():
     items = [(boxed(rf"\sum_{{k=1}}^{{{n}}} k"), str(n * (n + 1) // 2 + (n % 3 == 0)), "math") for n in range(2, 14)]
-    items += [(boxed(HANGING[0]), "5", "math"), (boxed(r"\frac12"), "0.5", "math"), ("It is hard to say what it is.", "5", "math")]
+    items += [(boxed(r"\frac12"), "0.5", "math"), ("It is hard to say what it is.", "5", "math")]
     grades = []
     for workers in (1, 2):
-        with M.GradePool(workers, timeout_s=3.0) as pool:
+        with M.GradePool(workers, timeout_s=60.0) as pool:
             grades.append(pool.grade(items))
     assert grades[0] == grades[1]
-    assert [g.outcome for g in grades[0]] == ["wrong" if n % 3 == 0 else "correct" for n in range(2, 14)] + ["timeout", "correct", "unparsed"]
+    assert [g.outcome for g in grades[0]] == ["wrong" if n % 3 == 0 else "correct" for n in range(2, 14)] + ["correct", "unparsed"]
 
 
 def test_pool_is_usable_from_several_threads():
     wrong = []
-    with M.GradePool(1, timeout_s=20.0) as pool:
+    with M.GradePool(1, timeout_s=60.0) as pool:
         def work(k: int) -> None:
             items = [(boxed(rf"\sum_{{j=1}}^{{{n}}} j + {k}"), str(n * (n + 1) // 2 + k), "math") for n in range(3, 6)]
             items += [(boxed(rf"\frac{{{2 * k}}}{{4}}"), str(k / 2), "math")] * 20
@@ -361,7 +372,7 @@ def test_no_worker_starts_while_the_answers_are_plain():
 
 
 def test_a_worker_that_dies_is_replaced():
-    with M.GradePool(1, timeout_s=20.0) as pool:
+    with M.GradePool(1, timeout_s=60.0) as pool:
         assert pool.grade([(boxed(r"\sum_{k=1}^{4} k"), "10", "math")])[0].outcome == "correct"
         pool._idle[0].process.kill()
         pool._idle[0].process.wait()
@@ -422,7 +433,7 @@ def fuzz_strings(count: int, seed: int) -> list[str]:
 
 def test_fuzzed_answers_never_raise_and_equal_themselves_only_by_being_readable():
     golds = ["5", r"\frac12", "(1,2)", r"x\le 3", r"\{1,2\}", r"\text{even}", r"x^2+1", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\pm 3", "3:4"]
-    for k, text in enumerate(fuzz_strings(4000, seed=1)):
+    for k, text in enumerate(fuzz_strings(2000, seed=1)):
         gold = golds[k % len(golds)]
         for prediction in (boxed(text), text):
             grade = M.grade_in_process(prediction, gold, False, "math")
@@ -436,10 +447,14 @@ def test_fuzzed_answers_never_raise_and_equal_themselves_only_by_being_readable(
                                   "word " * 100000 + "\\boxed{12}", "1" * 100000, "1," * 50000, "1,234," * 20000, "(1," * 20000, "answer is " * 20000,
                                   "\\boxed{x^{x^{x^{x^{x^{x}}}}}}", "\\boxed{((((10!)!)!)!)!}", "\\boxed{\\sin(10^{100000})}", "\\boxed{10^{-10^{10}}}",
                                   "\\boxed{\\binom{10^{9}}{5^{9}}}", "\\boxed{1e999999999}", "\\boxed{\\sqrt{" + "7" * 3000 + "}}", "\\boxed{2^{0.5^{9^9}}}",
-                                  "\\boxed{" + "\\pm 1 " * 30 + "}", "\\boxed{" + "1,2," * 900 + "3}", "\\boxed{\\overline{" * 300])
+                                  "\\boxed{" + "\\pm 1 " * 30 + "}", "\\boxed{" + "1,2," * 900 + "3}", "\\boxed{\\overline{" * 300,
+                                  "The answer is " + " " * 200000 + "x", "\\(" * 50000, "$$ x " * 20001, "\\[ 1 " * 30000, "####\n" * 30000,
+                                  "1," * 50000 + "a", "(1,2" * 30000, "\\boxed{" + " " * 100000 + "}", "\\boxed{\\text{" + "a " * 50000 + "}}",
+                                  "and $" * 40000, "answer is\n" * 20000, "answer is **" * 20000, "5 or " * 40000, "-" * 100000, "\\boxed 1 and " * 10000])
 def test_hostile_responses_are_graded_in_the_process_within_two_cpu_seconds(text):
     started = time.process_time()
     grade = M.grade_in_process(text, "12", False, "math")
+    M.extract_choice(text)
     assert time.process_time() - started < 2.0            # the slowest takes 0.3 s; a quadratic scan of these would take minutes
     assert not isinstance(grade, M.Grade) or grade.outcome == ("correct" if text.endswith("\\boxed{12}") else grade.outcome)
 
