@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import queue
     import subprocess
+    from collections.abc import Callable
 
 # This file is also the program inside the sandbox. So config and utils_run, which do not exist there, are imported where used, and
 # so are subprocess, queue, tempfile and concurrent.futures: they import threading or random, whose after-fork handlers would add
@@ -61,7 +62,7 @@ class CodeLimits:
     """What one completion may use; each limit holds for the function process and for the checker separately.
 
     cpu_s: CPU seconds of a process (whole seconds, RLIMIT_CPU). Does not grow with the load of the machine.
-    wall_s: seconds for the whole item; generous, because under load a second of CPU can take several.
+    wall_s: seconds for the whole item, without those in which it was ready to run and got no processor (up to MAX_STRETCH).
     memory_mib: address space of a process. processes: processes and threads that exist at once.
     file_mib: size of one written file. temp_mib: size of the temporary folder (held in memory).
     message_mib: size of one encoded argument list or result.
@@ -85,12 +86,13 @@ class CodeGrade:
     rule: str
 
 
-_STARVED = "wall limit"
-ASLEEP_SHARE = 0.02           # CPU share of the wall limit below which a program was waiting for something, not for a processor
+_STARVED = "wall limit on a busy machine"
+ASLEEP_SHARE = 0.02           # without namespaces, where waiting is not measured: a program with less CPU than this share slept
 OUTCOMES = ("correct", "wrong", "unparsed", "timeout")
 MAX_PROGRAM_CHARS = 1 << 20   # a longer "solution" is not read: parsing it would cost the parent minutes
 START_TIMEOUT_S = 60.0        # a sandbox that has not reported by then does not come up (an interpreter start under heavy load)
-ANSWER_SLACK_S = 20.0         # beyond wall_s, before a silent sandbox itself is killed and replaced
+MAX_STRETCH = 3               # the wall limit at most grows by this factor on a busy machine; then the item is run once more, alone
+ANSWER_SLACK_S = 20.0         # beyond that, before a silent sandbox itself is killed and replaced
 MAX_REASON_CHARS = 200        # of an exception's text kept in `rule`
 
 
@@ -918,6 +920,8 @@ def _fork_function(fds: list[int], limits: dict, server: dict) -> int:
 def _run_role(role: str, fds: list[int], limits: dict, server: dict) -> None:
     """Body of a forked process; never returns."""
     try:
+        if server["proc"] is not None:
+            os.write(server["births"], (os.readlink("self", dir_fd=server["proc"]) + "\n").encode())
         os.chdir("/tmp" if server["namespaces"] or not limits.get("folder") else limits["folder"])
         _become(role, limits, fds, server)
         payload = _read_payload(3)  # only now: the sandbox itself, from which the next program is forked, never holds a test
@@ -934,6 +938,8 @@ def _run_item(limits: dict, program_fd: int, test_fd: int, control: socket.socke
     """Fork the two processes, wait for the verdict, the time limit or the caller's end, and kill whatever is left."""
     ours, theirs = socket.socketpair()
     verdict_reader, verdict_writer = os.pipe()
+    births_reader, births_writer = os.pipe()  # the two processes tell their ids on the machine
+    server["births"], server["hosts"] = births_writer, []
     started = time.monotonic()
     pids = {}
     try:
@@ -945,37 +951,60 @@ def _run_item(limits: dict, program_fd: int, test_fd: int, control: socket.socke
         pids["checker"] = checker
         ours.close()
         os.close(verdict_writer)
-        verdict_writer = -1
-        verdict, hung_up = _await_verdict(verdict_reader, control, started + limits["wall_s"])
+        os.close(births_writer)
+        verdict_writer = births_writer = -1
+        verdict, stretched_s = _await_verdict(verdict_reader, control, started, limits["wall_s"], lambda: _kept_waiting(births_reader, server))
     finally:
-        for fd in (verdict_writer, verdict_reader):
+        for fd in (verdict_writer, verdict_reader, births_reader, births_writer):
             if fd >= 0:
                 os.close(fd)
         ours.close()
         theirs.close()
         ends = {role: _kill(pid, server) for role, pid in pids.items()}
-    if hung_up:
+    if verdict == _HUNG_UP:
         raise EOFError
-    return {"verdict": verdict, "wall_s": time.monotonic() - started, "ends": ends}
+    return {"verdict": verdict, "wall_s": time.monotonic() - started, "stretched_s": stretched_s, "ends": ends}
 
 
-def _await_verdict(reader: int, control: socket.socket, deadline: float) -> tuple[dict | None, bool]:
-    """The checker's verdict; None where it died without one, {"late": True} at the deadline. Second: the caller is gone."""
+_LATE, _HUNG_UP = {"late": True}, {"hung_up": True}  # instead of a verdict: the time is over; the caller is gone
+
+
+def _await_verdict(reader: int, control: socket.socket, started: float, wall_s: float,
+                   kept_waiting: Callable[[], float]) -> tuple[dict | None, float]:
+    """The checker's verdict (None where it died without one, or _LATE, or _HUNG_UP), and the seconds granted beyond `wall_s`.
+
+    Seconds in which the processes were ready to run and got no processor do not count, up to MAX_STRETCH times the limit, so that
+    the load of the machine does not turn a right answer into a timeout.
+    """
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     poll.register(control, 0)  # only its hang-up
-    data = b""
+    data, stretch = b"", 0.0
     while True:
-        left = deadline - time.monotonic()
+        left = started + wall_s + stretch - time.monotonic()
         if left <= 0:
-            return {"late": True}, False
+            more = min(kept_waiting(), (MAX_STRETCH - 1) * wall_s) - stretch
+            if more < 0.05:  # not worth another turn
+                return _LATE, stretch
+            stretch += more
+            continue
         for fd, _ in poll.poll(left * 1000):
             if fd != reader:
-                return None, True
+                return _HUNG_UP, stretch
             part = os.read(reader, 65536)
             if not part:
-                return (json.loads(data) if data else None), False
+                return (json.loads(data) if data else None), stretch
             data += part
+
+
+def _kept_waiting(births: int, server: dict) -> float:
+    """Seconds that an item's two processes have spent ready to run without a processor (second field of schedstat, ns)."""
+    server["hosts"] = server["hosts"] + os.read(births, 1024).decode().split()
+    total = 0
+    for pid in server["hosts"]:
+        with contextlib.suppress(OSError), open(os.open(f"{pid}/schedstat", os.O_RDONLY, dir_fd=server["proc"])) as handle:
+            total += int(handle.read().split()[1])
+    return total / 1e9
 
 
 def _kill(pid: int, server: dict) -> dict:
@@ -1134,7 +1163,7 @@ class _Sandbox:
         fds = [_sealed_file(program), _sealed_file(test)]
         try:
             socket.send_fds(self.control, [json.dumps(settings).encode()], fds)
-            result = self._receive(limits.wall_s + ANSWER_SLACK_S)
+            result = self._receive(limits.wall_s * MAX_STRETCH + ANSWER_SLACK_S)
         except OSError:
             self.close()
             raise _SandboxDied from None
@@ -1143,6 +1172,7 @@ class _Sandbox:
                 os.close(fd)
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
+        result["isolation"] = self.isolation
         if self.isolation == "bubblewrap":
             self.close()  # a sandbox of its own for each item
         if "error" in result:
@@ -1311,7 +1341,9 @@ def _grade_from(result: dict, program: str, limits: CodeLimits) -> CodeGrade:
         return CodeGrade("correct", program, verdict["rule"])
     if verdict and verdict.get("late"):
         used = sum(end["cpu_s"] for end in ends.values())
-        return CodeGrade("timeout", program, _STARVED if used > ASLEEP_SHARE * limits.wall_s else "wall limit, asleep")
+        starved = (result["stretched_s"] >= (MAX_STRETCH - 1) * limits.wall_s if result["isolation"] == "namespaces"
+                   else used > ASLEEP_SHARE * limits.wall_s)
+        return CodeGrade("timeout", program, _STARVED if starved else "wall limit")
     for role in ("function", "checker"):
         # RLIMIT_CPU counts clock ticks, the usage is exact: on a busy machine the kernel's kill came at 0.8 of the limit
         killed = os.WIFSIGNALED(ends[role]["status"]) and os.WTERMSIG(ends[role]["status"]) == signal.SIGKILL
@@ -1357,8 +1389,8 @@ class CodePool:
     def grade(self, items: list[tuple[str, dict]]) -> list[CodeGrade]:
         """Grades in the order of `items` (completion, record). Identical programs for one record run once.
 
-        An item that reaches the wall limit without having slept through it is run once more, alone: the machine's load may have been
-        at fault. CPU seconds do not grow with load, so the CPU limit is final.
+        An item that reaches the wall limit because it got no processor is run once more, alone. CPU seconds do not grow with load,
+        so the CPU limit is final.
         """
         from concurrent.futures import ThreadPoolExecutor
         programs = [extract_code(completion, record["prompt"], record["entry_point"]) for completion, record in items]

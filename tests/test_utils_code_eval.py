@@ -421,6 +421,37 @@ def test_nothing_survives_a_killed_caller(pool):
     assert not list(filter(is_alive, started))
 
 
+@pytest.mark.parametrize("kept_waiting_s, limit_s", [(0.0, 0.2), (0.2, 0.4), (99.0, 0.2 * code_eval.MAX_STRETCH)])
+def test_waiting_for_a_processor_does_not_count(kept_waiting_s, limit_s):
+    reader, writer = os.pipe()
+    here, there = socket.socketpair()
+    started = time.monotonic()
+    verdict, stretch_s = code_eval._await_verdict(reader, here, started, 0.2, lambda: kept_waiting_s)
+    assert verdict == {"late": True} and stretch_s == pytest.approx(limit_s - 0.2)
+    assert time.monotonic() - started >= limit_s
+    for fd in (reader, writer):
+        os.close(fd)
+    here.close()
+    there.close()
+
+
+def test_the_kernel_says_how_long_a_process_was_kept_waiting():
+    proc = os.open("/proc", os.O_RDONLY)
+    reader, writer = os.pipe()
+    children = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3 * len(os.sched_getaffinity(0)))]
+    try:
+        os.write(writer, "".join(f"{child.pid}\n" for child in children).encode())
+        time.sleep(1.5)
+        waited = code_eval._kept_waiting(reader, {"hosts": [], "proc": proc})
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        for fd in (proc, reader, writer):
+            os.close(fd)
+    assert waited > 1.0  # three hogs a core for 1.5 s: each core keeps at least two waiting, 3 s in all
+
+
 def test_a_fork_bomb_is_contained(pool):
     bomb = "import os\ndef f():\n    while True:\n        try: os.fork()\n        except OSError: pass"
     started = time.monotonic()
