@@ -93,6 +93,7 @@ class Study:
     on_task: list[str]
     off_task: list[str]
     noise: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)  # filled by noise_block
+    noise_floor: dict[str, list[dict[str, Any]]] = field(default_factory=dict)       # task -> re-evaluations of one policy
 
     def independent(self, arm: str) -> list[Run]:
         """One run per seed (the lowest replicate): runs that differ in the replicate alone share their seed's fate."""
@@ -247,7 +248,24 @@ def read_study(cfg: AnalyzeConfig, results_dir: Path, logs_dir: Path) -> Study:
         evaluated = {run.name for run in ordered}
         notes.extend(f"{folder.name}: trained or begun, not evaluated" for folder in sorted(logs_dir.iterdir())
                      if folder.is_dir() and RUN_NAME.match(folder.name) and folder.name not in evaluated)
-    return arrange(cfg, ordered, notes, synthetic)
+    study = arrange(cfg, ordered, notes, synthetic)
+    study.noise_floor = read_noise_floor(results_dir.parent / "noise_floor", study.missing)
+    return study
+
+
+def read_noise_floor(folder: Path, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Task -> how far the score of one and the same policy moved (``eval_policy.py --noise_floor``), one entry a file; {} without any."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        content = read_json(path)
+        if not isinstance(content, dict) or not isinstance(content.get("tasks"), dict):
+            notes.append(f"noise_floor/{path.name}: ignored, it has no tasks")
+            continue
+        for task, entry in sorted(content["tasks"].items()):
+            if isinstance(entry, dict) and number(entry.get("sd_over_seeds")) is not None:
+                found.setdefault(task, []).append({"file": path.name, **{k: number(entry.get(k)) for k in (
+                    "sd_over_seeds", "expected_sd", "max_abs_difference_between_batch_sizes")}})
+    return found
 
 
 def check_mixture(cfg: AnalyzeConfig, runs: list[Run], notes: list[str]) -> bool:
@@ -283,10 +301,11 @@ def failed_jobs(path: Path) -> list[str]:
     notes = []
     for row in rows if isinstance(rows, list) else []:
         state = str(row.get("state", "")).lower() if isinstance(row, dict) else ""
-        if state in ("failed", "error", "interrupted", "timeout", "skipped", "blocked"):
+        if state in ("failed", "error", "interrupted", "timeout", "skipped", "blocked", "stale"):
             name = row.get("job") or row.get("name") or row.get("id") or "job"
             notes.append(f"{name}: {state}" + (f", exit code {row['exit_code']}" if row.get("exit_code") is not None else "")
-                         + (f", log {row['log_path']}" if row.get("log_path") else ""))
+                         + (f", {row['reason']}" if row.get("reason") else "")
+                         + (f", log {row.get('log') or row['log_path']}" if row.get("log") or row.get("log_path") else ""))
     return notes
 
 
@@ -918,6 +937,7 @@ def analyse(cfg: AnalyzeConfig, study: Study) -> dict[str, Any]:
                                      "avg_kl": describe(study.values(a, t, "avg_kl")),
                                      "kl_exact_per_token": describe(study.values(a, t, "kl_exact_per_token"))} for t in study.tasks}
                              for a in study.arms}
+    result["noise_floor"] = study.noise_floor
     result["regime"] = regime(study)
     result["variance_components"] = seed_components(study)
     result["factorial"] = factorial(study)
@@ -1207,7 +1227,7 @@ def plot_decomposition(study: Study, components: dict[str, Any]) -> Any | None:
     return fig
 
 
-CURVES = (("train/reward_mean", "reward"), ("train/accuracy", "accuracy"), ("eval/dm_val_avg", "avg@k on dm_val"),
+CURVES = (("train/reward_mean", "reward"), ("train/accuracy", "accuracy"), ("eval/val_avg", "avg@k on validation problems"), ("eval/dm_val_avg", "avg@k on dm_val"),
           ("train/response_length_mean", "response length (tokens)"), ("train/entropy_nats_per_token", "entropy (nats per token)"),
           ("train/grad_norm", "gradient norm"), ("kl/base_nats_per_token", "KL to base (nats per token)"))
 
@@ -1355,7 +1375,7 @@ def make_plots(cfg: AnalyzeConfig, study: Study, result: dict[str, Any], folder:
         else:
             captions[save_figure(fig, folder, name, cfg.plot_format)] = caption
     if any(r.metrics for r in study.runs):
-        unlogged = [key for key, _ in CURVES if not any(curve(r, key)[0].size for r in study.runs)]
+        unlogged = [key for key, _ in CURVES if key != "eval/dm_val_avg" and not any(curve(r, key)[0].size for r in study.runs)]
         if unlogged:
             study.missing.append(f"not in any training log: {', '.join(unlogged)}")
     return captions
@@ -1467,7 +1487,13 @@ def delta_table(study: Study, result: dict[str, Any]) -> tuple[list[str], list[l
             rows.append([task + (" (on-task)" if task in study.on_task else ""), arm, str(d["n"]), "-" if d["mean"] is None else f"{d['mean']:+.4f}",
                          interval(d), scientific(d.get("sample_var")), scientific(noise["noise_variance"]), scientific(noise["between_run_var"])
                          if noise["between_run_var"] is not None else noise.get("reason", "-")])
-    return ["task", "arm", "seeds", "mean dJ", "95 % interval", "variance", "of it evaluation noise", "left between runs (not cut at 0)"], rows
+            if study.noise_floor:
+                floor = [f["sd_over_seeds"] for f in study.noise_floor.get(task, [])]
+                rows[-1].insert(5, f"{np.mean(floor):.4f}" if floor else "-")
+    header = ["task", "arm", "seeds", "mean dJ", "95 % interval", "variance", "of it evaluation noise", "left between runs (not cut at 0)"]
+    if study.noise_floor:
+        header.insert(5, "noise floor (sd of one policy's score over sampling seeds)")
+    return header, rows
 
 
 def spread_table(h2: dict[str, Any], arm: str, ref: str) -> tuple[list[str], list[list[str]]]:

@@ -1074,7 +1074,10 @@ def calibration_markdown(result: dict[str, Any]) -> str:
     cells = result["cells"]
     names = [[c["kind"], str(c["seeds"])] for c in cells]
     false, beside, cover = (list(cells[0][k]) for k in ("false_supported", "shown_beside", "coverage"))
-    lines = [f"{result['studies']} simulated studies a cell, {CALIBRATION_OFF_TASKS} off-task benchmarks of {CALIBRATION_PROBLEMS} problems x "
+    lines = ["# Calibration of the verdicts", "", f"Written by `python utils_stats.py --calibrate` (seed {result['seed']}). The rules are in the docstring of "
+             "`analyze_results.py`. H1's null is a difference equal to the margin, H2's is equal spread, and H3 is tried with either of its parts "
+             "untrue. \"Seed rule\": larger variance in more than half of the tasks.", "",
+             f"{result['studies']} simulated studies a cell, {CALIBRATION_OFF_TASKS} off-task benchmarks of {CALIBRATION_PROBLEMS} problems x "
              f"{CALIBRATION_DRAWS} draws; standard error at 5 %: {percent(math.sqrt(0.05 * 0.95 / result['studies']))} points. All shares in %.", ""]
     lines += ["False verdicts \"supported\" (limit 6.5), and what single tests and the older rule would have said", ""]
     lines += table(["data", "seeds", *false, *beside], [[*n, *(percent(c["false_supported"][k]) for k in false), *(percent(c["shown_beside"][k]) for k in beside)]

@@ -387,6 +387,16 @@ def test_failed_and_unevaluated_runs_are_listed(tmp_path):
     assert not any("fp32_seed1: " in n for n in study.missing)
 
 
+def test_noise_floor_stands_beside_every_delta(tmp_path):
+    results = fake_study(tmp_path, {"fp32": 1, "bf16": 1}, range(1, 3), tasks=TASKS[:2], logs=False)
+    (tmp_path / "noise_floor").mkdir()
+    (tmp_path / "noise_floor" / "base.json").write_text(json.dumps({"tasks": {"dm_val": {"sd_over_seeds": 0.0123, "expected_sd": 0.01}}}))
+    study, result = analyse(results)
+    header, rows = ar.delta_table(study, result)
+    column = next(i for i, h in enumerate(header) if h.startswith("noise floor"))
+    assert [r[column] for r in rows] == ["0.0123", "0.0123", "-", "-"] and all(len(r) == len(header) for r in rows)
+
+
 def test_a_log_cut_short_by_a_kill_is_read(tmp_path):
     results = fake_study(tmp_path, {"fp32": 1}, range(1, 2), tasks=TASKS[:2])
     log = tmp_path / "train_logs/fp32_seed1/metrics.jsonl"
