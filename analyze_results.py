@@ -1017,8 +1017,8 @@ def scientific(value: float | None) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 # Plots
 
-# Okabe and Ito's palette, readable with every common colour blindness; arms differ by marker too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+# Okabe and Ito's palette (its pale yellow, faint on white, replaced by brown), readable with colour blindness; arms differ by marker too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D46")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), "-.")  # curves that coincide stay visible: the gaps of one show the other
 PNG_DPI = 130
@@ -1312,7 +1312,7 @@ def plot_power(cfg: AnalyzeConfig, result: dict[str, Any]) -> Any | None:
     for i, ratio in enumerate(POWER_RATIOS):
         curve_y = [100 * st.spread_rule_power(ratio, n, n, joint["tasks"], joint["correlation"], cfg.alpha) for n in POWER_CURVE_SEEDS]
         left.plot(POWER_CURVE_SEEDS, curve_y, color=COLOURS[i], marker=MARKERS[i], ms=5, label=f"variance ratio {ratio:g}")
-    left.set_title(f"H2 over {joint['tasks']} off-task benchmarks\n(normal values, correlation {joint['correlation']:g} between tasks)", fontsize=10)
+    left.set_title(f"H2 over {joint['tasks']} off-task benchmarks\n(normal values, correlation {joint['correlation']:g} between tasks, {st.POWER_STUDIES} simulations a point)", fontsize=10)
     seeds = np.arange(2, 21)
     for i, (task, t) in enumerate(block["on_task_means"].items()):
         if t.get("sd"):
