@@ -429,36 +429,68 @@ def measure_block(base: torch.Tensor, ft: torch.Tensor, eta: float = DEFAULT_ETA
     moved = Moved(num_params=base.numel())
     if base.numel() == 0:
         return moved
-    w, w_new = base.float(), ft.float()
-    # torch.sum adds pairwise and, unlike a BLAS dot product, gives the same bits wherever the block lies in memory.
-    squares = [float((x * x).sum()) for x in (w, w_new)]
-    if not all(FLOAT32_SQUARES[0] < s < FLOAT32_SQUARES[1] for s in squares):
-        if not all(torch.isfinite(x).all() for x in (w, w_new)):
-            return _measure_nonfinite(base, ft, eta)
-        w, w_new = w.double(), w_new.double()
-        squares = [float((x * x).sum()) for x in (w, w_new)]
-        moved.cast_overflow = _count(_infinite_in_bf16(base, ft))
-    moved.base_squares.append(squares[0])
-    moved.ft_squares.append(squares[1])
-
     bits = _bit_type(stored)
     differ = _comparable(base.view(bits)) != _comparable(ft.view(bits))
     num_differ = _count(differ)
-    if num_differ == 0 and not moved.cast_overflow:
-        return moved
-    if 2 * num_differ < base.numel() and not moved.cast_overflow:
-        where = _positions(differ)  # equal bits are unchanged under every definition: leave them out where that pays
-        base, ft, w, w_new = (x.index_select(0, where) for x in (base, ft, w, w_new))
 
+    w, new_squares = base.float(), None
+    squares = _sum_squares(w)
+    few, few_new = base, ft
+    if 2 * num_differ < base.numel():  # equal bits are unchanged under every definition: leave them out where that pays
+        where = _positions(differ)
+        few, few_new, w = (x.index_select(0, where) for x in (base, ft, w))
+        replaced = _sum_squares(w.double())
+        if replaced <= squares / 2:  # no cancellation
+            new_squares = squares - replaced + _sum_squares(few_new.double())
+    w_new = few_new.float()
+    if new_squares is None:
+        new_squares = _sum_squares(ft.float())
+    if not all(FLOAT32_SQUARES[0] < x < FLOAT32_SQUARES[1] for x in (squares, new_squares)):
+        return _measure_extreme(base, ft, num_differ, eta)
+    moved.base_squares.append(squares)
+    moved.ft_squares.append(new_squares)
+    if num_differ:
+        _add_counts(moved, few, few_new, w, w_new, num_differ, eta)
+    return moved
+
+
+def _measure_extreme(base: torch.Tensor, ft: torch.Tensor, num_differ: int, eta: float) -> Moved:
+    """measure_block for a block that is all zero, tiny, huge or not finite: in float64, without shortcuts."""
+    import torch
+    bad_base, bad_ft = ~torch.isfinite(base), ~torch.isfinite(ft)
+    bad = bad_base | bad_ft
+    either = _count(bad)
+    if either:  # changed under every definition; the rest is measured as usual
+        moved = measure_block(base[~bad], ft[~bad], eta)
+        moved.num_params += either
+        moved.nonfinite_base, moved.nonfinite_ft, moved.nonfinite_either = _count(bad_base), _count(bad_ft), either
+        for name in moved.changed:
+            moved.changed[name] += either
+        return moved
+    w, w_new = base.double(), ft.double()
+    moved = Moved(num_params=base.numel(), base_squares=[_sum_squares(w)], ft_squares=[_sum_squares(w_new)],
+                  cast_overflow=_count(_infinite_in_bf16(base, ft)))
+    _add_counts(moved, base, ft, w, w_new, num_differ, eta)
+    return moved
+
+
+def _sum_squares(x: torch.Tensor) -> float:
+    """torch.sum adds pairwise and, unlike a BLAS dot product, gives the same bits wherever the block lies in memory."""
+    return float((x * x).sum())
+
+
+def _add_counts(moved: Moved, base: torch.Tensor, ft: torch.Tensor, w: torch.Tensor, w_new: torch.Tensor, num_differ: int,
+                eta: float) -> None:
+    """Fill in every count; base and ft as stored, w and w_new the same values in float32 or float64."""
+    import torch
     if not _add_stored_counts(moved, w, w_new, eta):
         _add_stored_counts(moved, w.double(), w_new.double(), eta)
-    if stored == torch.bfloat16:
+    if base.dtype == torch.bfloat16:
         moved.changed["bf16_bits"] = num_differ
         moved.changed["seed_formula_bf16"] = moved.changed["seed_formula_stored"]
         moved.changed["absolute_1e-5"] = moved.changed["absolute_1e-5_stored"]
     else:
         _add_cast_counts(moved, base, ft, eta)
-    return moved
 
 
 def _deltas(w: torch.Tensor, w_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -499,7 +531,7 @@ def _add_stored_counts(moved: Moved, w: torch.Tensor, w_new: torch.Tensor, eta: 
     moved.sum_abs.append(float(delta.sum()))
     if moved.max_abs ** 2 < FLOAT32_SQUARES[0]:
         delta = delta.double()
-    moved.squares.append(float((delta * delta).sum()))
+    moved.squares.append(_sum_squares(delta))
     return True
 
 
@@ -526,20 +558,6 @@ def _add_cast_counts(moved: Moved, base: torch.Tensor, ft: torch.Tensor, eta: fl
     over_eta, over_tolerance = _counts_above(w, w_new, delta, relative, eta)
     moved.changed["seed_formula_bf16"] = over_eta + moved.cast_overflow
     moved.changed["absolute_1e-5"] = over_tolerance + moved.cast_overflow
-
-
-def _measure_nonfinite(base: torch.Tensor, ft: torch.Tensor, eta: float) -> Moved:
-    """measure_block for a block with NaN or infinities: they are changed, the rest is measured as usual."""
-    import torch
-    bad_base, bad_ft = ~torch.isfinite(base), ~torch.isfinite(ft)
-    bad = bad_base | bad_ft
-    moved = measure_block(base[~bad], ft[~bad], eta)
-    either = _count(bad)
-    moved.num_params += either
-    moved.nonfinite_base, moved.nonfinite_ft, moved.nonfinite_either = _count(bad_base), _count(bad_ft), either
-    for name in moved.changed:
-        moved.changed[name] += either
-    return moved
 
 
 # --------------------------------------------------------------------------------------------------------------------
