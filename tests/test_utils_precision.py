@@ -427,3 +427,60 @@ def test_bf16_mixed_and_bf16_have_the_same_forward():
         up.MasterAdamW(model, PRECISION_MODES[mode], 1e-3)
         outputs.append(model(input_ids=torch.arange(12)[None]).logits)
     assert torch.equal(*outputs)
+
+
+# --- several processes ----------------------------------------------------------------------------------------------------
+
+def sharded_worker(rank: int, world: int, folder: str) -> None:
+    """Two gloo processes: in every arm, shard the net, take the single process's gradients, gather the masters."""
+    import os
+
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=open(f"{folder}/port").read())
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    results = {}
+    for mode, arm in PRECISION_MODES.items():
+        model = Net()
+        fully_shard(model)
+        optimizer = up.MasterAdamW(model, arm, 1e-3, weight_decay=0.1)
+        norms = []
+        for step in range(3):
+            whole = Net()
+            set_grads(whole, optimizer.grad_dtype, 1000 + step)
+            for p, q in zip(model.parameters(), whole.parameters()):
+                p.grad = distribute_tensor(q.grad.float(), p.device_mesh, p.placements)
+            norms.append(up.clip_grad_norm(optimizer, 1.0))
+            optimizer.step()
+        results[mode] = {name: p.full_tensor().detach() for name, p in model.named_parameters()}, norms
+    if rank == 0:
+        torch.save(results, f"{folder}/result")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def sharded_results(tmp_path_factory):
+    import socket
+    folder = tmp_path_factory.mktemp("sharded")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        (folder / "port").write_text(str(probe.getsockname()[1]))
+    torch.multiprocessing.spawn(sharded_worker, (2, str(folder)), nprocs=2)
+    return torch.load(folder / "result", weights_only=True)
+
+
+@pytest.mark.parametrize("mode", list(PRECISION_MODES))
+def test_two_processes_give_the_bits_of_one(mode, sharded_results):
+    masters, norms = sharded_results[mode]
+    arm = PRECISION_MODES[mode]
+    model = Net().to(up.DTYPES[arm.compute_dtype])
+    optimizer = up.MasterAdamW(model, arm, 1e-3, weight_decay=0.1)
+    for step in range(3):
+        set_grads(model, optimizer.grad_dtype, 1000 + step)
+        assert up.clip_grad_norm(optimizer, 0.0) == pytest.approx(norms[step], rel=1e-6)  # partial sums in another order
+        for grad in optimizer.grads():  # clipped by the sharded run's own norm: the same gradient in both
+            # A sharded gradient lies in a float32 container, so it is clipped before it is rounded to the arm's format.
+            grad.copy_(grad.float() * (1.0 / (torch.tensor(norms[step]) + 1e-6)))
+        optimizer.step()
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master.float(), masters[name])
