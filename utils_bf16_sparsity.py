@@ -36,7 +36,7 @@ DEFAULT_ETA = 1e-3
 ABSOLUTE_TOLERANCE = 1e-5  # Mukherjee et al., arXiv 2505.11711
 MASK_BLOCK_ELEMENTS = 1 << 16
 CHUNK_BYTES = 64 << 20     # of one end; a unit of work and of the progress bar
-BLOCK_BYTES = 1 << 18      # of one end; the float32 temporaries of a block stay in a core's cache
+BLOCK_BYTES = 1 << 19      # of one end; the float32 temporaries of a block stay in a core's cache
 CUDA_BLOCK_ELEMENTS = 1 << 20  # fewer, larger kernels; chunks are whole multiples of it
 # Between these, a block's float32 sum of squares neither overflowed nor lost terms that matter; else float64 is used.
 FLOAT32_SQUARES = (1e-20, 1e30)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import random
 import subprocess
 import sys
@@ -257,7 +256,6 @@ def test_the_recorded_skill_leaves_room_both_ways():
 def test_the_recorded_skill_is_measured_again():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(os.cpu_count())
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     names = [name for name in synthetic.FAMILIES if name != "dm_train"]
     right = tiny.measure(model, AutoTokenizer.from_pretrained(BASE), names, 256, 4, 0.7, 0.8)
