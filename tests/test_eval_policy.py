@@ -516,7 +516,7 @@ def test_context_leaves_less_room_to_long_prompts_and_it_is_counted(world, tmp_p
     tasks = json.loads(write_tasks(data).read_text())[:1]
     rows = problems("calc", 4)
     for row in rows[2:]:
-        row["problem"] += "x" * 10  # 18 tokens and a newline: 5 are left of 24
+        row["problem"] += "x" * 10  # 19 characters and a newline: 4 tokens are left of 24
     (data / "calc.json").write_text(json.dumps(rows))
     (data / "tasks.json").write_text(json.dumps(tasks))
     out = tmp_path / "out"
@@ -525,7 +525,7 @@ def test_context_leaves_less_room_to_long_prompts_and_it_is_counted(world, tmp_p
     task = json.loads((out / "eval_metrics" / "run.json").read_text())["tasks"]["calc"]
     assert task["context_limited_fraction"] == 0.5
     lengths = {r["problem_id"]: r["max_new_tokens"] for r in read_lines(out / "eval_samples" / "run" / "calc.jsonl")}
-    assert lengths == {"m0": 12, "m1": 12, "m2": 5, "m3": 5}
+    assert lengths == {"m0": 12, "m1": 12, "m2": 4, "m3": 4}
     rows[0]["problem"] = "x" * 30
     (data / "calc.json").write_text(json.dumps(rows))
     with pytest.raises(UserError, match="task calc, problem m0.*fills the model's context of 24"):
