@@ -444,7 +444,9 @@ def read_cache(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     content = read_json(path)
-    return content["entries"] if isinstance(content, dict) and content.get("format") == RESULT_FORMAT else {}
+    if not isinstance(content, dict) or "tasks" in content:
+        raise UserError(f"{path} is no cache of base evaluations (a result file?); give another --output_path")
+    return content.get("entries", {}) if content.get("format") == RESULT_FORMAT else {}
 
 
 def add_to_cache(path: Path, entry: dict[str, Any], replaces: str | None = None) -> None:

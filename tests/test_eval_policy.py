@@ -529,6 +529,9 @@ def test_context_leaves_less_room_to_long_prompts_and_it_is_counted(world, tmp_p
     rows[0]["problem"] = "x" * 30
     (data / "calc.json").write_text(json.dumps(rows))
     with pytest.raises(UserError, match="task calc, problem m0.*fills the model's context of 24"):
+        eval_policy.main(config(world, tmp_path / "other", base_ckpt=str(tmp_path / "short"), ft_ckpt=None,
+                                eval_tasks_config=str(data / "tasks.json")))
+    with pytest.raises(UserError, match="run.json is no cache of base evaluations"):
         eval_policy.main(config(world, out, base_ckpt=str(tmp_path / "short"), ft_ckpt=None, eval_tasks_config=str(data / "tasks.json")))
 
 
@@ -621,7 +624,8 @@ def test_a_benchmark_that_fails_its_own_tests_gives_no_scores(world, tmp_path):
     (data / "program.json").write_text(json.dumps(rows))
     with pytest.raises(UserError, match="canonical solutions fail.*p1"):
         eval_policy.main(config(world, tmp_path / "out", eval_tasks_config=str(data / "tasks.json"), tasks=[tasks[2]["name"]]))
-    assert not list((tmp_path / "out").rglob("*.json*"))
+    # folder.json only says whose samples the folder is for; there is neither a score nor a sample
+    assert {p.name for p in (tmp_path / "out").rglob("*.json*")} <= {eval_policy.FOLDER_FILE}
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -630,5 +634,5 @@ def test_a_benchmark_that_fails_its_own_tests_gives_no_scores(world, tmp_path):
 ])
 def test_the_command_ends_with_two_and_one_line(repo_root, tmp_path, arguments, message):
     done = subprocess.run([sys.executable, str(repo_root / "eval_policy.py"), "--results_root", str(tmp_path), *arguments],
-                          capture_output=True, text=True, timeout=120, cwd=tmp_path)
+                          capture_output=True, text=True, timeout=120, cwd=repo_root)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
