@@ -6,7 +6,7 @@ Out:  one strict JSON file: `sparsity` (the seed formula on both ends cast to bf
       --geometry the measures of the Three-Gate paper (spectral shift, subspace rotation, mask overlaps); with --plots figures.
 
 CPU smoke run:  python utils_bf16_sparsity.py --base_ckpt data/tiny_base --ft_ckpt RUN/final_model --output_path out.json
-A 7B pair:      the same call on two 15 GB folders reads each once: under half a minute from the page cache on two cores.
+A 7B pair:      the same call on two 15 GB folders; each is read once, in anonymous memory of about 0.2 GB.
 
 "Changed" is "not provably unchanged": an element with a NaN or an infinity at either end counts as changed under every
 definition, and is counted apart in `nonfinite`.
