@@ -25,13 +25,10 @@ from config import (PrecisionArm, TrainConfig, UserError, WorkError, arm_name, c
 from utils_run import (Interrupted, append_jsonl, environment_info, read_json, read_jsonl, require_memory, require_writable_dir,
                        run_script, sha256_file, write_json, write_jsonl)
 
-# Fields of metrics.jsonl that two identical runs may differ in: clocks, rates and memory.
-NON_DETERMINISTIC_FIELDS = ("seconds/", "tokens_per_second", "memory/")
 # May differ between a run and its resumption; num_steps may only grow. Where things lie does not change what is computed.
 RESUME_MAY_DIFFER = ("config", "results_root", "output_dir", "num_steps", "save_every", "keep_checkpoints", "report_to")
 KL_STREAM, EVAL_STREAM, ROLLOUT_STREAM = 101, 102, 100  # first element of the sampling stream: which use of random numbers
 EVAL_SAMPLES = 4  # draws a problem for eval_every
-FINAL_FILES = ("config.json", "rlvr_run.json")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -829,6 +829,7 @@ def check_determinism(cfg) -> int:
     import tempfile
 
     from config import ROOT
+    from utils_run import NON_DETERMINISTIC_FIELDS
     runs = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in ("first", "second"):
@@ -844,7 +845,7 @@ def check_determinism(cfg) -> int:
                 reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
                 raise WorkError(f"the {name} run failed with exit code {done.returncode}: {reason}")
             runs.append(out)
-        difference = compare_runs(*runs, ignored_fields=("seconds/", "tokens_per_second", "memory/"))
+        difference = compare_runs(*runs, ignored_fields=NON_DETERMINISTIC_FIELDS)
     print(f"{cfg.precision_mode}, seed {cfg.seed}, {cfg.num_steps} steps, twice: "
           + (f"NOT identical, first difference in {difference}" if difference else "every stored tensor and metric identical"))
     return 1 if difference else 0

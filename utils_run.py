@@ -23,6 +23,8 @@ from config import DTYPE_BYTES, ROOT, PrecisionArm, UserError, WorkError, parse_
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_REQUEST, EXIT_INTERRUPTED = 0, 1, 2, 3
 HASH_CHUNK_BYTES = 1 << 20
+# Fields of metrics.jsonl (prefixes) that two identical runs may differ in: clocks, rates and memory.
+NON_DETERMINISTIC_FIELDS = ("seconds/", "tokens_per_second", "memory/")
 
 
 class Interrupted(Exception):

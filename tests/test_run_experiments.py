@@ -675,7 +675,7 @@ CLOCKS_AND_PLACES = ("run_cost", "samples_dir", "ft_ckpt", "versions")
 
 def real_results(root: Path) -> dict[str, object]:
     """Final weights, metrics and evaluations of the deterministic arms, clocks and places apart."""
-    from train_rlvr import NON_DETERMINISTIC_FIELDS
+    from utils_run import NON_DETERMINISTIC_FIELDS
     found: dict[str, object] = {}
     for arm in DETERMINISTIC_ARMS:
         for seed in (1, 2):

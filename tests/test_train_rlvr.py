@@ -14,7 +14,7 @@ import torch
 
 import train_rlvr as tr
 from config import PRECISION_MODES, TrainConfig, UserError, parse_config
-from utils_run import read_jsonl
+from utils_run import NON_DETERMINISTIC_FIELDS, read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "data" / "tiny_base"
@@ -41,7 +41,7 @@ def run(data: Path, out: Path, *flags: str) -> subprocess.CompletedProcess:
 
 
 def deterministic(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith(tr.NON_DETERMINISTIC_FIELDS)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(NON_DETERMINISTIC_FIELDS)} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
